@@ -500,7 +500,7 @@ def evaluate(run, step, policy, data, args):
         if run.dir and run.main:
             suffix = f"_{name.replace('/', '_')}" if name else ""
             path = run.dir / f"images/step_{step:08d}{suffix}.png"
-            grid(images, prompts, columns["reward"], path)
+            run.write_by(grid, images, prompts, columns["reward"], path)
             grids[f"eval/images{suffix}"] = path
     run.samples(step, samples)
     mirror_grids(accelerator, step, grids)
@@ -738,7 +738,7 @@ def sampling_code(args, unet):
 
 def export(run, pipeline, name):
     """Writes the pipeline to a directory of the run."""
-    on_main(run.accelerator, export_pipeline, pipeline, run.dir / name)
+    on_main(run.accelerator, run.write_by, export_pipeline, pipeline, run.dir / name)
 
 
 @torch.no_grad()

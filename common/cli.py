@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -525,8 +526,19 @@ def import_file(path, source):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with at_home():
+        spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def at_home():
+    """Afterwards the working directory is the one before: paths of other flags are relative to it."""
+    home = os.getcwd()
+    try:
+        yield
+    finally:
+        os.chdir(home)
 
 
 def build(spec, flag):
@@ -535,7 +547,8 @@ def build(spec, flag):
     function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
     if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
         return spec
-    value = function()
+    with at_home():
+        value = function()
     if value is None:
         raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
     return value

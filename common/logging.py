@@ -3,6 +3,7 @@
 An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
 """
 
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -109,7 +110,7 @@ class Run:
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
-        self.dir = None
+        self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
         self.lock = None
         self.inputs = {}
         self.handlers = {}
@@ -117,6 +118,7 @@ class Run:
         self.last_line = 0.0
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
+        self.path = self.path or self.dir
         self.first_step = self.loaded.get("step", 0)
         # again: accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
@@ -146,16 +148,17 @@ class Run:
             same = old["hash"] == self.identity["hash"]
             continues_itself = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
             if not same and not continues_itself:
-                hint = f"choose another --run-dir, or continue that run with the new settings by --resume {folder}"
+                hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
                 lines = "\n  ".join(differences(old, self.identity))
-                raise InputError(f"{folder} holds a run with another configuration: {hint}\n  {lines}")
+                raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
         if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
-            self.say(f"{folder} is finished; its model is in {folder}/hf_model\nto repeat the run, give --resume never")
+            self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
+            self.say("to repeat the run, give --resume never")
             return folder, None, state, True, True
         same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
         if same:
-            path, state = ckpt.newest_checkpoint(folder, self.say)
-            self.say(f"continuing {folder} from step {state.get('step', 0)}")
+            path, state = ckpt.newest_checkpoint(self.path, self.say)
+            self.say(f"continuing {self.path} from step {state.get('step', 0)}")
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             if not path.exists():
                 raise InputError(f"--resume {path}: there is no such run or checkpoint")
@@ -169,15 +172,15 @@ class Run:
                     raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
             own = f"its own flags are --config {origin.with_name('config.yaml')}; what differs:"
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
-        return folder, path, state, False, same
+        return folder, path and path.absolute(), state, False, same
 
     def _locked_folder(self):
         """The run directory, created if it is new, and locked."""
         name = self.args.name or self.identity["algo"]
-        first = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}").expanduser()
-        folder = first
+        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
         number = 1
         try:
+            folder = first = folder.expanduser()
             while self.args.resume == "never" and folder.exists():
                 number += 1
                 folder = first.with_name(f"{first.name}-{number}")
@@ -190,10 +193,24 @@ class Run:
         except BlockingIOError:
             process = (folder / ".lock").read_text()
             raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of the home of nobody
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
-        return folder
+        self.path = folder
+        return folder.absolute()
+
+    def _owns(self):
+        """Whether the directory is the one that this run has locked. It may have been removed or renamed, and another
+        run may be in its place."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.dir / ".lock"))
+        return False
+
+    def write_by(self, function, *values):
+        """function(*values), which writes to the directory, if it is still this run's."""
+        if not self._owns():
+            raise InputError(f"{self.path} was removed or renamed while the run went on: nothing more is written there")
+        return function(*values)
 
     def check_inputs(self, data, **models):
         """Notes what a script has read: the rows and tokens in the fields of data, and the commits of models ({flag:
@@ -210,9 +227,9 @@ class Run:
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
             kept = "a commit is kept by --revision or a directory, what a template writes by --template-options"
-            how = f"give --resume never to start anew, or --resume {self.dir} to go on with these ({kept})"
+            how = f"give --resume never to start anew, or --resume {self.path} to go on with these ({kept})"
             lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
-            raise InputError("\n  ".join([f"{self.dir} began with other inputs: {how}", *lines]))
+            raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 
     def begin(
         self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **quantities
@@ -375,13 +392,14 @@ class Run:
         state = {"threads": threads, "inputs": self.inputs, "headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
         keep = self.args.keep_checkpoints
-        on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
+        on_main(self.accelerator, self.write_by, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
 
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
         processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
         if self.dir and self.stepped and getattr(error, "on_all", False):
-            self._save()
+            with contextlib.suppress(InputError):
+                self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             kept = "there was no checkpoint yet, so nothing is kept"
@@ -390,8 +408,9 @@ class Run:
                 kept = f"step {int(newest.name[5:])} is saved; to continue: {command}"
             self.say(f"stopped; {kept}")
         elif newest and self.stepped:
-            after = f"or with --resume {self.dir} if you edit its files"
-            error.add_note(f"the last complete step is in {newest}; the same command continues there, {after}")
+            after = f"or with --resume {self.path} if you edit its files"
+            place = self.path / newest.relative_to(self.dir)
+            error.add_note(f"the last complete step is in {place}; the same command continues there, {after}")
 
     # -- signals
 
@@ -415,7 +434,7 @@ class Run:
 
     def close(self):
         """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
-        if self.made and self.dir and not self.stepped:
+        if self.made and self.dir and not self.stepped and self._owns():
             shutil.rmtree(self.dir, ignore_errors=True)
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
@@ -438,7 +457,7 @@ class Run:
             return
         finite = json.loads(json.dumps(records), parse_constant=lambda constant: None)  # NaN and Infinity
         lines = [json.dumps(record) + "\n" for record in finite]
-        with open(self.dir / name, "a", encoding="utf-8") as file:
+        with self.write_by(open, self.dir / name, "a", -1, "utf-8") as file:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
@@ -534,7 +553,7 @@ class Run:
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
-        on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
+        on_main(self.accelerator, self.write_by, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
         """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
@@ -587,12 +606,12 @@ class Run:
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
         self.say(f"\n{self._change(samples)}")
-        folder = f"{self.dir}/hf_model"
+        folder = f"{self.path}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
-        self.say(f"\n{usage}\n\ncard: {self.dir}/README.md\npicture: {self.dir}/curve.png\nmodel: {folder}")
+        self.say(f"\n{usage}\n\ncard: {self.path}/README.md\npicture: {self.path}/curve.png\nmodel: {folder}")
         if self.args.push_to_hub:
-            ckpt.push(folder, self.args.push_to_hub)
+            ckpt.push(f"{self.dir}/hf_model", self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
         card = model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)

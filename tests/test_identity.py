@@ -342,6 +342,72 @@ def test_an_evaluation_that_is_repeated_draws_the_same(gpt2_dir, tmp_path):
     assert (tmp_path / "broken/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
+# ---- A working directory that changes, a run directory that is no more -----------------------------------------------
+
+
+def test_a_function_that_changes_the_working_directory(gpt2_dir, tmp_path, monkeypatch):
+    """Another project there may have a directory of the same name: it is never touched, whatever fails."""
+    monkeypatch.chdir(tmp_path)
+    precious = tmp_path / "other/runs/mine/precious.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("of somebody else")
+    calls = []
+
+    def moving(outputs, **columns):
+        calls.append(os.getcwd())
+        os.chdir(tmp_path / "other")
+        if len(calls) in failing:
+            raise ZeroDivisionError
+        return [float(len(output)) for output in outputs]
+
+    def rows():
+        os.chdir(tmp_path / "other")
+        return [{"prompt": text} for text in "bcde"]
+
+    shutil.copytree(gpt2_dir, tmp_path / "model")
+    failing = {1}  # before the first step, so that its own directory goes
+    with pytest.raises(ZeroDivisionError):
+        run(ppo, "model", "runs/mine", dataset=rows, reward=moving)
+    assert not (tmp_path / "runs/mine").exists()
+    monkeypatch.chdir(tmp_path)
+    failing = {len(calls) + 3}  # in the second rollout: behind an evaluation and the first one
+    with pytest.raises(ZeroDivisionError):
+        run(ppo, "model", "runs/mine", dataset=rows, reward=moving)
+    assert [path.name for path in (tmp_path / "runs/mine/checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.chdir(tmp_path)
+    run(ppo, "model", "runs/mine", dataset=rows, reward=moving)
+    assert (tmp_path / "runs/mine/hf_model").exists() and log(tmp_path / "runs/mine")[-1]["step"] == 4
+    assert [*files(tmp_path / "other")] == [precious] and precious.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "lock"])
+def test_a_run_whose_directory_is_anothers_now_touches_nothing(gpt2_dir, tmp_path, how):
+    """Its name may be that of a later run."""
+    folder = tmp_path / "run"
+
+    def metric(outputs, **columns):
+        metric.calls += 1
+        if metric.calls == 2:
+            if how == "lock":
+                (folder / ".lock").unlink()
+            else:
+                folder.rename(tmp_path / "old")
+                folder.mkdir()
+            (folder / ".lock").write_text("of a later run")
+            metric.before = files(folder)
+        return {"n": [1.0] * len(outputs)}
+
+    metric.calls = 0
+    flags = {"eval_prompts": [{"prompt": "a"}], "max_new_tokens": 3, "metric": metric}
+    with pytest.raises(InputError, match="was removed or renamed while the run went on: nothing more is written there"):
+        run(sft, gpt2_dir, folder, **flags)
+    assert files(folder) == metric.before
+    if how == "renamed":  # it goes on from its own last checkpoint
+        shutil.rmtree(folder)
+        run(sft, gpt2_dir, tmp_path / "old", **flags)
+        assert log(tmp_path / "old")[-1]["step"] == 4
+
+
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 

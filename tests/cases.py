@@ -107,4 +107,11 @@ CASES = {
     96: ("a run directory of others names functions in all its files", "only those of the command are imported"),
     97: ("names of evaluation sets, prompts and metrics with slashes and dots", "files stay in the run directory"),
     98: ("calls that could run code from files, in any file of the project", "there are none"),
+    99: ("a function changes the working directory, then raises or not", "nothing elsewhere is touched; exact"),
+    100: ("the run directory is removed or renamed, or its lock is another's", "error; nothing more is written there"),
+    101: ("an evaluation whose metric draws is repeated after an error", "the same numbers"),
+    102: (
+        "the rows, their tokens or a model's commit change while a run waits",
+        "error that names what",
+    ),
 }

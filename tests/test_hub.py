@@ -181,6 +181,7 @@ def test_a_classifier_as_the_reward(run, work):
     assert directory == good != bad
 
 
+@pytest.mark.case(102, "sft")
 def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
     """The sentence names what keeps the old one."""
     refs = work / "HF_HOME/hub/models--org--walker/refs/main"

@@ -294,6 +294,7 @@ def stopping(outputs, **columns):
     return {"n": [len(output) for output in outputs]}
 
 
+@pytest.mark.case(102, "sft")
 @pytest.mark.parametrize("changed", CHANGES)
 def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp_path, changed):
     """What no flag names: the date in a template, files that a function reads, columns that only a metric sees."""
@@ -329,6 +330,7 @@ def drawing(outputs, **columns):
     return {"n": np.random.random(len(outputs)).tolist()}
 
 
+@pytest.mark.case(101, "sft")
 def test_an_evaluation_that_is_repeated_draws_the_same(gpt2_dir, tmp_path):
     """Its generators are seeded for the evaluation, not only for the iteration before it."""
     flags = {"eval_prompts": [{"prompt": "b"}], "eval_dataset": None, "max_new_tokens": 3, "metric": drawing}
@@ -345,6 +347,7 @@ def test_an_evaluation_that_is_repeated_draws_the_same(gpt2_dir, tmp_path):
 # ---- A working directory that changes, a run directory that is no more -----------------------------------------------
 
 
+@pytest.mark.case(99, "ppo")
 def test_a_function_that_changes_the_working_directory(gpt2_dir, tmp_path, monkeypatch):
     """Another project there may have a directory of the same name: it is never touched, whatever fails."""
     monkeypatch.chdir(tmp_path)
@@ -380,7 +383,8 @@ def test_a_function_that_changes_the_working_directory(gpt2_dir, tmp_path, monke
     assert [*files(tmp_path / "other")] == [precious] and precious.read_text() == "of somebody else"
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed", "lock"])
+@pytest.mark.case(100, "sft")
+@pytest.mark.parametrize("how", ["renamed", "lock"])
 def test_a_run_whose_directory_is_anothers_now_touches_nothing(gpt2_dir, tmp_path, how):
     """Its name may be that of a later run."""
     folder = tmp_path / "run"

@@ -448,7 +448,8 @@ def test_diversity():
 def test_evaluations_of_epochs_of_several_steps():
     """Where a multiple of --eval-every is among the steps of the epoch, at the start and the end; never for 0."""
     run = logging.Run.__new__(logging.Run)
-    vars(run).update(kept=SimpleNamespace(evaluated=0), steps_per_iteration=3, total_steps=18)
+    kept = SimpleNamespace(evaluated=0)
+    vars(run).update(kept=kept, steps_per_iteration=3, total_steps=18, args=SimpleNamespace(seed=1))
     steps = [*range(0, 19, 3)]
     for every, expected in ((0, []), (2, steps), (3, steps), (7, [0, 9, 15, 18])):
         run.eval_every = every

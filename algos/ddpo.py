@@ -775,7 +775,7 @@ def main(args):
         return run.result()
     accelerator = run.accelerator
     pipeline, schedule = load(args, path, accelerator.device)
-    run.check_inputs(data, model=pipeline.vae)
+    run.check_inputs(data, model=pipeline.vae)  # of the commit of the whole pipeline
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)

@@ -593,11 +593,11 @@ def check_parameters(function, name, sets, given):
 def call_function(function, name, rows, given):
     """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
     it takes them (`accepted`). All lists are copies. A coroutine is run."""
+    import torch
+
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
     values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
     values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
-    import torch
-
     process = os.getpid()
     try:
         with torch.enable_grad():  # for one that trains something of its own

@@ -274,10 +274,11 @@ def chat_turns(tokenizer, row, where):
 
 
 def tell_left_out(tokenizer, chats, rows, flag):
-    """Says of each part of the chats, once, that the template leaves it out. chats: as many of each row."""
+    """Says of each part of the chats, once, that the template leaves it out. chats: one of each row, or first one and
+    then another of each."""
     known = set()
-    for place, messages in enumerate(chats):
-        number = place % len(rows) + 1
+    for index, messages in enumerate(chats):
+        number = index % len(rows) + 1
         row = rows[number - 1]
         parts = [("tools", 0, None)] if row.get("tools") else []
         for place, message in enumerate(messages):
@@ -399,7 +400,8 @@ def prompt_messages(row):
         return prompt
     shared = 0
     for place, (chosen, rejected) in enumerate(zip(row["chosen"], row["rejected"], strict=False)):
-        if chosen["role"] == rejected["role"] == "assistant" != row["chosen"][place - 1]["role"]:
+        goes_on = place > 0 and row["chosen"][place - 1]["role"] == "assistant"  # a second answer in a row
+        if chosen["role"] == rejected["role"] == "assistant" and not goes_on:
             shared = place
         if chosen != rejected:
             break

@@ -93,9 +93,9 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop needs from it. dir: its path, None with --check. checkpoint, loaded: what
-    to continue from, or None and {}. finished: whether the run is complete, so that there is nothing to do. same:
-    whether the directory already has part of this run.
+    """One run directory, and what every loop needs from it. dir: its absolute path, None with --check; path: the same
+    as printed. checkpoint, loaded: what to continue from, or None and {}. finished: whether the run is complete, so
+    that there is nothing to do. same: whether the directory already has part of this run.
 
     Numbers of optimizer steps: first_step were taken by earlier processes, step will be at the end of the iteration at
     hand, total_steps at the end of the run.
@@ -345,7 +345,8 @@ class Run:
         screen.show("optimizer steps", self.steps_per_iteration)
 
     def evaluation_due(self, step):
-        """True at the start, every --eval-every steps and at the end, except where a continued run has done it."""
+        """True at the start, every --eval-every steps and at the end, except where a continued run has done it.
+        Seeds the global generators for the evaluation."""
         if self.eval_every == 0 or 0 < step <= self.kept.evaluated:
             return False
         # for user functions that draw from the global generators: the same where an evaluation is repeated

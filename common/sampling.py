@@ -48,7 +48,7 @@ class Prompts:
     rollout: Callable | None = None  # as `call_rollout` is called
     queries: list | None = None  # ids of the prompts
     report: str = ""
-    chats: bool = False
+    chats: bool = False  # whether the prompts were chats
 
     def encode(self, lm, tokenizer, max_new_tokens, max_prompt_length, num_eval):
         """Tokenises all prompts. Without evaluation rows, the first num_eval training rows are used for evaluation."""
@@ -365,9 +365,8 @@ def texts_behind(tokenizer, queries, responses, **options):
 def decode(tokenizer, queries, responses, stops):
     """Texts of responses to queries, without special tokens, cut before a stop string and stripped."""
     texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
-    with_stop = stopped(
-        tokenizer, queries, responses, stops
-    )  # a stop string that is a special token is not in the text
+    # in the ids, since a stop string that is a special token is not in the text
+    with_stop = stopped(tokenizer, queries, responses, stops)
     for row, text in enumerate(texts):
         if with_stop[row]:
             ends = [text.find(stop) for stop in stops if stop in text]

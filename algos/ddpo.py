@@ -642,6 +642,10 @@ def load_pipeline(args, path):
     prediction = pipeline.scheduler.config.prediction_type
     if prediction not in ("epsilon", "sample", "v_prediction"):
         raise InputError(f"--model {name}: its scheduler has the prediction type {prediction}")
+    size = pipeline.unet.config.sample_size
+    for value in [*(size if isinstance(size, list | tuple) else [size]), pipeline.vae.config.scaling_factor]:
+        if not (isinstance(value, int | float) and 0 < value < 10**5):
+            raise InputError(f"--model {name}: {value!r} is no sample_size of a UNet or scaling_factor of a VAE")
     if pipeline.unet.config.time_cond_proj_dim is not None:
         raise InputError(f"--model {name} is a latent consistency model, whose UNet takes the guidance as an input")
     num_words = len(pipeline.tokenizer)

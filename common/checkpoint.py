@@ -293,14 +293,15 @@ def files_of_flag(value):
     if not isinstance(value, str | Path):
         return []
     text = str(value)
-    specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # a classifier's label, sets, options
-    specs += sorted(glob.glob(text, recursive=True))
+    # a classifier's label; sets, options, and lists and mappings in these
+    specs = [spec.strip() for spec in [text, text.rpartition(":")[0], *re.split(r"[][{},='\"]|: ", text)]]
+    specs += itertools.chain(*(sorted(glob.glob(spec, recursive=True)) for spec in specs))
     files = []
-    for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if spec.strip()):
+    for path in dict.fromkeys(map(spec_path, filter(None, specs))):
         if path is None or not path.exists():  # a hub id, or no name of a file
             continue
         if path.is_dir():
-            found = [*path.glob("*")]
+            found = [*path.glob("*"), *path.glob("additional_chat_templates/*")]
             if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
                 found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
             files += files_of_flag(adapter_base(path))
@@ -340,8 +341,10 @@ def module_files(name, folders):
     """The files of a module, whose name may end with a thing in it, and of the packages that contain it. Left out are
     Python's and installed ones, and common/, which is hashed anyway."""
     files = []
-    for part in name.split("."):
+    for place, part in enumerate(name.split(".")):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
+        if found is None and place == 0:  # what `pip install -e` has installed may have a finder of its own
+            found = next(filter(None, (finder.find_spec(part, None) for finder in sys.meta_path)), None)
         if found is None:
             break
         file = Path(found.origin or "").resolve()  # some packages have no file

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from common.terminal import visible
 
@@ -65,7 +67,9 @@ def cli(args_class, main, task=None):
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except InputError as error:
+    except (InputError, OSError) as error:
+        if getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG:  # of a flag
+            raise
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
         sys.exit(2)
@@ -115,7 +119,7 @@ def read_config(path, args_class, skips_unknown=False):
     try:
         text = file.read_text()
         entries = yaml.load(text, Loader=yaml.BaseLoader).items()
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
     flags = [flag_of(name) for name in re.findall(r"(?m)^([\w-]+) *:", text)]
@@ -127,13 +131,14 @@ def read_config(path, args_class, skips_unknown=False):
         flag = flag_of(name)
         if flag not in types and skips_unknown:
             continue
-        is_on = yaml.safe_load(str(value)) if types.get(flag) is bool else None
-        if isinstance(is_on, bool):
+        values = value if isinstance(value, list) else ["None" if value in ("null", "~") else value]
+        if not all(isinstance(each, str) for each in values):
+            raise InputError(f"--config {path}: {flag} must be a value, or a list of values")
+        is_on = SafeConstructor.bool_values.get(str(value).lower())
+        if types.get(flag) is bool and is_on is not None:
             words.append(flag if is_on else flag.replace("--", "--no-"))
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
         else:
-            words += [flag, "None" if value in ("null", "~") else str(value)]
+            words += [flag, *values]
     return words
 
 
@@ -156,8 +161,8 @@ def refuse_other_names(words, args_class, script):
             found.append((2, flag_of(name), f"it is a flag of {path.name}"))
     known = {flag: said for _, flag, said in sorted(found, reverse=True)}  # the nearest comes last and stays
     flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
-    foreign = sorted(flags & known.keys() - {flag_of(field.name) for field in dataclasses.fields(args_class)})
-    stop_if([f"there is no {flag} here; {known[flag]}" for flag in foreign])
+    own = {"--config", *(flag_of(field.name) for field in dataclasses.fields(args_class))}
+    stop_if([f"there is no {flag} here; {known[flag]}" for flag in sorted(flags & known.keys() - own)])
 
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
@@ -194,11 +199,12 @@ class Range(NamedTuple):
     holds: Callable
 
 
-Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
-Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+Count = Annotated[int, Range("at least 1 (and below 2**31)", range(1, 2**31).__contains__)]
+Natural = Annotated[int, Range("at least 0 (and below 2**31)", range(2**31).__contains__)]
+Threads = Annotated[int, Range("from 1 to 1024", range(1, 1025).__contains__)]  # more can crash the process
 Layers = Annotated[int, Range("-1 or more", lambda value: value >= -1)]
-Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
-NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
+Positive = Annotated[float, Range("a positive number (1e-30 to 1e30)", lambda value: 1e-30 <= value <= 1e30)]
+NonNegative = Annotated[float, Range("0 or a positive number (up to 1e30)", lambda value: 0 <= value <= 1e30)]
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
@@ -394,7 +400,7 @@ class RunArgs:
     """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
     seed: int = 1
     """Seed of every random draw."""
-    threads: Count | None = None
+    threads: Threads | None = None
     """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
     an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
@@ -512,10 +518,12 @@ def load_function(spec, flag):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
     options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
     try:
-        keywords = yaml.safe_load("{" + options + "}")
-    except yaml.YAMLError:
-        raise InputError(f"{flag} {spec}: expected key=value,... after the function") from None
-    return functools.partial(function, **keywords)
+        function = functools.partial(function, **yaml.safe_load("{" + options + "}"))
+        inspect.signature(function)  # ValueError for an option that it does not take
+    except Exception as error:  # of YAML, whose dates and numbers raise what they like
+        problem = " ".join(str(error).split())
+        raise InputError(f"{flag} {spec}: expected key=value,... after the function: {problem}") from None
+    return function
 
 
 @functools.cache
@@ -680,7 +688,8 @@ def call_rollout(function, name, rows, given, sampled):
     if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
         raise InputError(f"{expected}; it returned {value!r:.60}")
     for column, values in columns.items():
-        if column in rows[0] or not isinstance(values, list) or len(values) != len(rows):
+        is_new = isinstance(column, str) and column not in rows[0]
+        if not (is_new and isinstance(values, list) and len(values) == len(rows)):
             raise InputError(f"{expected}; {column!r} is a column of the rows, or has not one value per row")
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
@@ -688,7 +697,7 @@ def call_rollout(function, name, rows, given, sampled):
         where = f"{name}, prompt {row['prompt']!r:.60}"
         try:
             segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: of tensors
             raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
         response = []
         room = given["max_new_tokens"]

@@ -225,6 +225,11 @@ def on_each(accelerator, function, *args):
     found = [each for each in found if each]
     if not found:
         return result
-    error = error or InputError(found[0][0])
-    error.on_all = not any(of_model for _, of_model in found)  # see `closes_run`
-    raise error
+    shared = error or InputError(found[0][0])
+    try:
+        shared.on_all = not any(of_model for _, of_model in found)  # see `say_what_is_kept`
+    except Exception:  # of a class that takes no attributes, as a frozen one
+        shared = RuntimeError(repr(error))
+        shared.__cause__ = error
+        shared.on_all = True
+    raise shared

@@ -181,6 +181,7 @@ class Run:
         number = 1
         try:
             folder = first = folder.expanduser()
+            str(folder.absolute()).encode()  # UnicodeEncodeError, a ValueError: exports need names in UTF-8
             while self.args.resume == "never" and folder.exists():
                 number += 1
                 folder = first.with_name(f"{first.name}-{number}")
@@ -262,17 +263,30 @@ class Run:
             if self.kept.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.dir:
-            on_main(self.accelerator, self._begin)
+            keeps_best = on_main(self.accelerator, self.write_by, self._begin)
+            if not keeps_best:  # the model of the best score so far is not in this directory
+                self.kept.best_score = self.kept.best_step = None
         self.saved = time.monotonic()
         return self.kept
 
     def _begin(self):
-        """Makes the directory this run's: removes what came after the checkpoint from which it continues."""
+        """Makes the directory this run's: removes what came after the checkpoint from which it continues. Returns
+        whether the best model so far is still there."""
+        keeps_best = self.same
         if not self.same:
-            (self.dir / "README.md").unlink(missing_ok=True)
-            for later in (self.dir / "checkpoints").glob("step_????????"):
-                if later.name > self.checkpoint.name:
-                    shutil.rmtree(later)
+            checkpoints = sorted((self.dir / "checkpoints").glob("step_????????"))
+            best = self.dir / "hf_model_best"
+            card = self.dir / "README.md"
+            if checkpoints and self.checkpoint.samefile(checkpoints[-1]) and self.loaded["headline"] == self.headline:
+                if card.exists() and self.kept.best_step == self.kept.step and not best.exists():
+                    (self.dir / "hf_model").rename(best)  # it was the last one
+                keeps_best = best.exists()
+            if not keeps_best:
+                shutil.rmtree(best, ignore_errors=True)
+            card.unlink(missing_ok=True)
+            for path in checkpoints:
+                if path.name > self.checkpoint.name:
+                    shutil.rmtree(path)
             notes = {"total_steps": self.total_steps, "headline": self.headline}
             env = self.identity | environment(self.accelerator) | notes
             # the first file, by which `_locked_folder` knows the directory of a run
@@ -285,6 +299,7 @@ class Run:
             keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
+        return keeps_best
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""
@@ -374,7 +389,7 @@ class Run:
                 if step < self.total_steps:
                     export("hf_model_best")
                 elif self.main:  # hf_model is the best one
-                    shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
+                    self.write_by(shutil.rmtree, self.dir / "hf_model_best", True)
                 kept.best_score = score
                 kept.best_step = step
             kept.evaluated = step  # only now, as an evaluation whose export fails is repeated
@@ -566,7 +581,7 @@ class Run:
             self.say(f"all {self.num_iterations} iterations: {whole}, without evaluations\ncheck passed")
             return {}, None
         export("hf_model")
-        on_main(self.accelerator, self._finish, prompt, usage)
+        on_main(self.accelerator, self.write_by, self._finish, prompt, usage)
         result = self.result()
         self.close()
         self.accelerator.end_training()
@@ -588,7 +603,7 @@ class Run:
         try:
             title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
             names = [self.headline, *self.shown]
-            draw_curves(self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
+            self.write_by(draw_curves, self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
         except Exception as error:
             self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
 

@@ -57,6 +57,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
+        tokenizer("a")  # fails with a limit that is no number
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
@@ -79,6 +80,8 @@ def loading(flag, name):
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
 
@@ -180,11 +183,15 @@ def check_model(model, tokenizer, missing, is_lm):
             raise ValueError(f"{missing[0]} is missing")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
+        for token in end_tokens(model):
+            if not isinstance(token, int) or token < 0:
+                raise ValueError(f"the eos_token_id of its generation_config is {token!r}, expected ids of tokens")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{name} is not finite")
-    if len(tokenizer) > len(model.get_input_embeddings().weight):
-        raise ValueError(f"the model has embeddings for fewer than the {len(tokenizer)} tokens of the tokenizer")
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= len(model.get_input_embeddings().weight):
+        raise ValueError(f"the model has no embedding for the token {highest} of the tokenizer")
 
 
 def adapter_base(path, revision=None):
@@ -228,7 +235,8 @@ def load_model(args, path, flag="--model"):
 def load_lm(args, path, device):
     """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_model(args, path)
-    lm = as_decoder(lm.to(device))
+    with loading("--model", path):  # which tries the model
+        lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer

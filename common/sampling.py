@@ -316,7 +316,10 @@ def generate_all(
             seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
-            rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
+            added = gather_object(added)
+            if any(columns.keys() != added[0].keys() for columns in added):
+                raise InputError("--rollout returned columns in one process that it did not return in another")
+            rows = [row | new for row, new in zip(rows, added, strict=False)]
     screen.show("scoring")
     gathered = gather_object(responses)[: len(queries)]
     output_ids = []

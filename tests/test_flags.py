@@ -51,11 +51,12 @@ def flag_of(name):
 # ---- Ranges and defaults ---------------------------------------------------------------------------------------------
 
 BOUNDS = {  # range: values inside, outside
-    "at least 1": ([1, 7], [0, -1]),
-    "at least 0": ([0, 7], [-1]),
+    "at least 1 (and below 2**31)": ([1, 7], [0, -1, 2**31]),
+    "at least 0 (and below 2**31)": ([0, 7], [-1, 10**30]),
+    "from 1 to 1024": ([None, 1, 64], [0, 10**5]),
     "-1 or more": ([-1, 0, 3], [-2]),
-    "a positive number": ([1e-9, 3.0], [0.0, -1.0, NAN, INF]),
-    "0 or a positive number": ([0.0, 0.5], [-1e-9, NAN, INF]),
+    "a positive number (1e-30 to 1e30)": ([1e-9, 3.0], [0.0, -1.0, 1e-320, 1e300, NAN, INF]),
+    "0 or a positive number (up to 1e30)": ([0.0, 0.5], [-1e-9, 1e300, NAN, INF]),
     "1 (no guidance) or more": ([1.0, 7.5], [0.999, NAN, INF]),
     "in [0, 1]": ([0.0, 0.5, 1.0], [-0.1, 1.1, NAN]),
     "in (0, 1]": ([0.1, 1.0], [0.0, 1.1, NAN]),
@@ -67,14 +68,15 @@ BOUNDS = {  # range: values inside, outside
     "key=value": ([(), ("a=b=c", "d=[1]")], [("a=1", "b"), ("=1",), ("a b=1",)]),
 }
 FLAGS = {  # range: flags
-    "at least 1": """batch_size decay_steps decode_batch_size group_size keep_checkpoints kl_horizon max_length
-        max_new_tokens max_prompt_length micro_batch_size min_length_limit num_epochs num_inference_steps ppo_epochs
-        rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync threads total_episodes
+    "at least 1 (and below 2**31)": """batch_size decay_steps decode_batch_size group_size keep_checkpoints kl_horizon
+        max_length max_new_tokens max_prompt_length micro_batch_size min_length_limit num_epochs num_inference_steps
+        ppo_epochs rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync total_episodes
         total_steps""",
-    "at least 0": "eval_every lora_r save_every top_k warmup_steps",
+    "from 1 to 1024": "threads",
+    "at least 0 (and below 2**31)": "eval_every lora_r save_every top_k warmup_steps",
     "-1 or more": "num_layers_unfrozen",
-    "a positive number": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
-    "0 or a positive number": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
+    "a positive number (1e-30 to 1e30)": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
+    "0 or a positive number (up to 1e30)": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
         cliprange_value cql_scale early_stop_kl eval_temperature kl_coef lr_final max_grad_norm missing_eos_penalty
         ratio_threshold score_clip sft_coef vf_coef weight_decay""",
     "1 (no guidance) or more": "guidance_scale",
@@ -211,7 +213,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("ddpo", {"rollout_batch_size": 80, "batch_size": 5 * 32}, f"{EIGHTY} must be a multiple of --batch-size 160"),
-    ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
+    ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1 (and below 2**31)"),
     ("ddpo", {"rollout_batch_size": 80}, f"{EIGHTY} must be a multiple of --batch-size 64"),
     ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
     ("ppo", {"batch_size": 1024}, f"{USUAL} must be a multiple of --batch-size 1024"),
@@ -224,7 +226,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
-    ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
+    ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1 (and below 2**31)"),
     ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
@@ -300,9 +302,9 @@ def test_all_problems_are_told_at_once():
     assert told("ppo", **flags) == [
         "--reward is missing: --help says what it takes",
         "--top-p 0.0 must be in (0, 1]",
-        "--lr -1 must be a positive number",
+        "--lr -1 must be a positive number (1e-30 to 1e30)",
         "--adam-betas (0.9, 1.0) must be in [0, 1)",
-        "--batch-size 0 must be at least 1",
+        "--batch-size 0 must be at least 1 (and below 2**31)",
         "--lora-alpha and --lora-targets need --lora-r",
     ]
 
@@ -366,6 +368,10 @@ BAD_YAML = [  # the file, what is said of it
     ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: --lr is given twice"),
     ("batch-size: 1\nbatch_size: 2", "--config a.yaml: --batch-size is given twice"),
     ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
+    ("lr: {a: b}", "--config a.yaml: --lr must be a value, or a list of values"),
+    ("stop: [[a, b], c]", "--config a.yaml: --stop must be a value, or a list of values"),
+    ("stop: &a [x, x]\nbetas: [*a, *a]", "--config a.yaml: --betas must be a value, or a list"),  # which may have grown
+    ("stop: " + "[" * 3000, "--config a.yaml cannot be read .*recursion"),
     ("learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
 ]
 

@@ -81,6 +81,24 @@ def test_the_files_that_a_file_imports(tree):
     assert set(with_imports(embedded)) == {embedded, embedded.with_name("characters.py")}
 
 
+def test_a_package_that_pip_has_linked_counts(tmp_path, monkeypatch):
+    """`pip install -e` may leave a finder instead of a path."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "linked":
+                return importlib.util.spec_from_file_location(name, tmp_path / "src/linked/__init__.py")
+
+    (tmp_path / "src/linked").mkdir(parents=True)
+    for name in ("__init__", "inner"):
+        (tmp_path / f"src/linked/{name}.py").write_text("")
+    (tmp_path / "reward.py").write_text("from linked.inner import score\n")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    linked = [tmp_path / f"src/linked/{name}.py" for name in ("__init__", "inner")]
+    assert with_imports(tmp_path / "reward.py") == [tmp_path / "reward.py", *linked]
+
+
 CODE = {  # a file, what is said where it has changed
     "ppo.py": "the script",
     "beside.py": "a file that the script imports",
@@ -112,15 +130,20 @@ NAMED = [  # flag, how it names a file, the file
     ("reward", "./judge:POSITIVE", "judge/config.json"),
     ("judge", "user.py:rows:file=b.jsonl", "b.jsonl"),  # a flag that a copy adds
     ("judge", ".", "b.jsonl"),
+    ("reward", "user.py:score:data=[a.jsonl, b.jsonl]", "b.jsonl"),
+    ("reward", "user.py:score:data='a.jsonl'", "a.jsonl"),
+    ("reward", "user.py:score:data={x: a.jsonl}", "a.jsonl"),
+    ("reward", "user.py:score:data=*.jsonl", "b.jsonl"),
+    ("model", "judge", "judge/additional_chat_templates/tools.jinja"),
 ]
 
 
 def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
     """Runs in a directory and hidden files are no part of it."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("judge", "runs/x"):
+    for folder in ("judge/additional_chat_templates", "runs/x"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("a.jsonl", "b.jsonl", "imported.py", "judge/model.safetensors", "judge/config.json"):
+    for name in ("a.jsonl", "b.jsonl", "imported.py", "judge/model.safetensors", "judge/config.json", NAMED[-1][-1]):
         (tmp_path / name).write_text("0")
     (tmp_path / "user.py").write_text("import imported\n")
 

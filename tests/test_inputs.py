@@ -653,7 +653,7 @@ REFUSED = [
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
     common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=ROBOT[:1]),
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
-    common(51, TEXT, [LOADED, "embeddings for fewer than the 26 tokens"], model="one_more_token"),
+    common(51, TEXT, [LOADED, "no embedding for the token 25"], model="one_more_token"),
     entry(51, "ddpo", "its tokenizer (", model="one_more_token"),
     common(51, TEXT, f"--model model {NO_TOKENIZER}", model="no_tokenizer"),
     entry(51, REFERRED, "--ref-model reference differs from --model", "--ref-model reference"),

@@ -168,6 +168,19 @@ def test_an_error_of_the_model_is_no_error_of_the_user():
         assert raised.value is error and error.on_all is of_user
 
 
+class Frozen(Exception):
+    """An error that takes no attributes, as one of a frozen dataclass."""
+
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+def test_an_error_that_takes_no_attributes_is_marked_too():
+    with pytest.raises(RuntimeError, match="Frozen\\('the judge is gone'\\)") as raised:
+        on_each(None, Mock(side_effect=Frozen("the judge is gone")))
+    assert raised.value.on_all and isinstance(raised.value.__cause__, Frozen)
+
+
 def test_a_fork_leaves_the_signals_as_they_were():
     """Of a caller that waits for them by sigwait, in the parent and in the child."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -5,7 +5,10 @@ tied. Left padding is in test_sampling.py.
 """
 
 import copy
+import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,8 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
-from common.cli import OptimizerArgs, from_task
-from common.model import classifier_ids, end_tokens, gguf, load_model, max_positions
+from common.cli import InputError, OptimizerArgs, from_task
+from common.model import classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -147,6 +150,31 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
         logprobs, values, _ = model(LINES)
     assert logprobs.dtype == values.dtype == model.value_head[0].weight.dtype == torch.float32
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
+
+
+UNUSABLE = {  # what: (file, value, what is said)
+    "end": ("generation_config.json", {"eos_token_id": "abc"}, "eos_token_id of its generation_config is 'abc'"),
+    "ends": ("generation_config.json", {"eos_token_id": [1, [2]]}, r"generation_config is \[2\]"),
+    "heads": ("config.json", {"n_head": -1}, "invalid shape dimension -12"),
+    "4-bit": ("config.json", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
+    "limit": ("tokenizer_config.json", {"model_max_length": "x"}, "'>' not supported"),
+    "token": ("tokenizer.json", {}, "no embedding for the token 99 of the tokenizer"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_a_directory_that_loads_but_cannot_be_used(gpt2_dir, tmp_path, what):
+    """It is refused before anything else happens, with a sentence."""
+    name, change, said = UNUSABLE[what]
+    folder = Path(shutil.copytree(gpt2_dir, tmp_path / "model"))
+    values = json.loads((folder / name).read_text())
+    if what == "token":
+        values["model"]["vocab"]["a"] = 99
+    else:
+        values |= change
+    (folder / name).write_text(json.dumps(values))
+    with pytest.raises(InputError, match=f"^--model .* cannot be loaded: .*{said}"):
+        load_lm(from_task(sft.Args, sft.TASK), str(folder), "cpu")
 
 
 ENDS = [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]

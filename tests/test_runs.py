@@ -6,7 +6,8 @@ import re
 import shutil
 
 import pytest
-from harness import BIN, ROOT, command, files, flags, launch, lines, same, torchrun
+from harness import BIN, ROOT, command, files, flags, launch, lines, once, same, torchrun
+from helpers import equal, weights
 
 
 def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
@@ -34,6 +35,42 @@ def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work,
     process = scripts.run(argv, tmp_path, expect=2)
     assert "a holds a run with another configuration" in process.err and "--seed: was 5, is 1" in process.err
     assert files(tmp_path / "a") == before
+
+
+PLAN = """
+import sys
+sys.path.insert(0, {root!r})
+from common.logging import Run
+original = Run.log_evaluation
+def log_evaluation(run, step, metrics):
+    original(run, step, metrics | {{run.headline: {plan}.get(step, 9.0)}})
+Run.log_evaluation = log_evaluation
+"""
+LONGER = ("--total-steps", "20", "--keep-checkpoints", "9")
+BEST = {  # what: (losses of the first run's evaluations, how it goes on, losses there, steps of the best model)
+    "the last one": ({8: 2, 12: 1}, ["--resume", "run"], {16: 3, 20: 4}, 12),
+    "an earlier one": ({8: 1, 12: 2}, ["--resume", "run"], {16: 3, 20: 4}, 8),
+    "a discarded one": ({4: 3, 8: 1, 12: 2}, ["--resume", "run/checkpoints/step_00000006"], {8: 4, 12: 5}, 8),
+    "of another directory": ({8: 1}, ["--resume", "run/checkpoints/step_00000010", "--run-dir", "new"], {16: 3}, 16),
+}
+
+
+@pytest.mark.parametrize("what", BEST)
+def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
+    """In a run that goes on with other settings; the losses are planned."""
+    first, how, then, best = BEST[what]
+    argv = command(work, "sft", "run", "--keep-checkpoints", "9")
+    scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=first))
+    before = weights(tmp_path / "run/hf_model_best") or weights(tmp_path / "run/hf_model")
+    argv = once([*argv, *LONGER, *how, "--lr", "2e-2"])
+    scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
+    folder = tmp_path / ("new" if "new" in how else "run")
+    state = json.loads((folder / "checkpoints/step_00000020/state.json").read_text())
+    assert state["best_step"] == best and state["best_score"] == -({**first, **then}[best])
+    found = weights(folder / "hf_model_best")
+    of_step = weights(folder / f"checkpoints/step_{best:08d}")
+    assert equal(found, {name: of_step[name] for name in found})
+    assert equal(found, before) == (what in ("the last one", "an earlier one"))
 
 
 def test_config_yaml_repeats_the_run(scripts, work, whole, tmp_path):

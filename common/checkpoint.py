@@ -255,6 +255,23 @@ def write_text(path, text):
     temporary.rename(path)
 
 
+def keep_lines(path, step, lacks_evaluation):
+    """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
+    a last line that is incomplete after a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("}\n"):
+            record = json.loads(line)
+            is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
+            is_evaluation = is_evaluation or path.name == "samples.jsonl"
+            is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
+            if record["step"] <= step and not is_repeated:
+                kept.append(line)
+    write_text(path, "".join(kept))
+
+
 # ---- Identity --------------------------------------------------------------------------------------------------------
 
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.

@@ -225,11 +225,7 @@ def on_each(accelerator, function, *args):
     found = [each for each in found if each]
     if not found:
         return result
-    shared = error or InputError(found[0][0])
-    try:
-        shared.on_all = not any(of_model for _, of_model in found)  # see `say_what_is_kept`
-    except Exception:  # of a class that takes no attributes, as a frozen one
-        shared = RuntimeError(repr(error))
-        shared.__cause__ = error
-        shared.on_all = True
-    raise shared
+    error = error or InputError(found[0][0])
+    # see `say_what_is_kept`; by the base class, since a frozen one refuses attributes
+    BaseException.__setattr__(error, "on_all", not any(of_model for _, of_model in found))
+    raise error

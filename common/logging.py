@@ -203,9 +203,8 @@ class Run:
     def _owns(self):
         """Whether the directory is the one that this run has locked. It may have been removed or renamed, and another
         run may be in its place."""
-        with contextlib.suppress(OSError):
-            return os.path.samestat(os.fstat(self.lock.fileno()), os.stat(self.dir / ".lock"))
-        return False
+        lock = self.dir / ".lock"
+        return lock.exists() and os.path.samestat(os.fstat(self.lock.fileno()), lock.stat())
 
     def write_by(self, function, *values):
         """function(*values), which writes to the directory, if it is still this run's."""
@@ -274,16 +273,12 @@ class Run:
         whether the best model so far is still there."""
         keeps_best = self.same
         if not self.same:
+            (self.dir / "README.md").unlink(missing_ok=True)
             checkpoints = sorted((self.dir / "checkpoints").glob("step_????????"))
-            best = self.dir / "hf_model_best"
-            card = self.dir / "README.md"
-            if checkpoints and self.checkpoint.samefile(checkpoints[-1]) and self.loaded["headline"] == self.headline:
-                if card.exists() and self.kept.best_step == self.kept.step and not best.exists():
-                    (self.dir / "hf_model").rename(best)  # it was the last one
-                keeps_best = best.exists()
+            if checkpoints and self.checkpoint.samefile(checkpoints[-1]):
+                keeps_best = self.loaded["headline"] == self.headline
             if not keeps_best:
-                shutil.rmtree(best, ignore_errors=True)
-            card.unlink(missing_ok=True)
+                shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
             for path in checkpoints:
                 if path.name > self.checkpoint.name:
                     shutil.rmtree(path)
@@ -296,7 +291,7 @@ class Run:
         step = self.loaded.get("step", -1)  # what comes later will be repeated
         lacks_evaluation = self.kept.evaluated < step
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
-            keep_lines(self.dir / name, step, lacks_evaluation)
+            ckpt.keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
         return keeps_best
@@ -386,10 +381,7 @@ class Run:
                 score = -score
             is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
             if is_best and self.headline.startswith("eval/"):
-                if step < self.total_steps:
-                    export("hf_model_best")
-                elif self.main:  # hf_model is the best one
-                    self.write_by(shutil.rmtree, self.dir / "hf_model_best", True)
+                export("hf_model_best")
                 kept.best_score = score
                 kept.best_step = step
             kept.evaluated = step  # only now, as an evaluation whose export fails is repeated
@@ -426,7 +418,8 @@ class Run:
         elif newest and self.stepped:
             after = f"or with --resume {self.path} if you edit its files"
             place = self.path / newest.relative_to(self.dir)
-            error.add_note(f"the last complete step is in {place}; the same command continues there, {after}")
+            note = f"the last complete step is in {place}; the same command continues there, {after}"
+            BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), note])  # if it is frozen
 
     # -- signals
 
@@ -464,8 +457,7 @@ class Run:
 
     # -- output
 
-    def say(self, text):
-        screen.say(text)
+    say = staticmethod(screen.say)
 
     def append(self, name, *records):
         """Appends lines to a file of the run, with null for numbers that are not finite."""
@@ -631,23 +623,6 @@ class Run:
         env = json.loads((self.dir / "env.json").read_text())
         card = model_card(env, [self.headline, *self.shown], records, samples, usage)
         ckpt.write_text(self.dir / "README.md", card)
-
-
-def keep_lines(path, step, lacks_evaluation):
-    """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
-    a last line that is incomplete after a kill."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("}\n"):
-            record = json.loads(line)
-            is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
-            is_evaluation = is_evaluation or path.name == "samples.jsonl"
-            is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
-            if record["step"] <= step and not is_repeated:
-                kept.append(line)
-    ckpt.write_text(path, "".join(kept))
 
 
 # ---- Picture and card ------------------------------------------------------------------------------------------------

@@ -176,9 +176,9 @@ class Frozen(Exception):
 
 
 def test_an_error_that_takes_no_attributes_is_marked_too():
-    with pytest.raises(RuntimeError, match="Frozen\\('the judge is gone'\\)") as raised:
+    with pytest.raises(Frozen) as raised:
         on_each(None, Mock(side_effect=Frozen("the judge is gone")))
-    assert raised.value.on_all and isinstance(raised.value.__cause__, Frozen)
+    assert raised.value.on_all
 
 
 def test_a_fork_leaves_the_signals_as_they_were():

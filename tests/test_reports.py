@@ -253,7 +253,7 @@ def test_best_and_last_model(algo, whole):
     assert checkpoints == {best, last - max(2, stride), last}
     state = json.loads((folder / f"checkpoints/step_{last:08d}/state.json").read_text())
     assert (state["best_step"], state["best_score"]) == (best, scores[best])
-    exports = {"hf_model": last} | ({"hf_model_best": best} if best < last else {})  # else hf_model is the best
+    exports = {"hf_model": last, "hf_model_best": best}
     assert {path.name for path in folder.glob("hf_model*")} == exports.keys()
     for name, step in exports.items():
         saved = weights(folder / f"checkpoints/step_{step:08d}")

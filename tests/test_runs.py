@@ -61,7 +61,7 @@ def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     first, how, then, best = BEST[what]
     argv = command(work, "sft", "run", "--keep-checkpoints", "9")
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=first))
-    before = weights(tmp_path / "run/hf_model_best") or weights(tmp_path / "run/hf_model")
+    before = weights(tmp_path / "run/hf_model_best")
     argv = once([*argv, *LONGER, *how, "--lr", "2e-2"])
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
     folder = tmp_path / ("new" if "new" in how else "run")

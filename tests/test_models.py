@@ -162,6 +162,7 @@ UNUSABLE = {  # what: (file, value, what is said)
 }
 
 
+@pytest.mark.case(105, "sft")
 @pytest.mark.parametrize("what", UNUSABLE)
 def test_a_directory_that_loads_but_cannot_be_used(gpt2_dir, tmp_path, what):
     """It is refused before anything else happens, with a sentence."""

@@ -344,6 +344,7 @@ def columns_of_one(sample, prompt_ids, seeds, tokenizer):
     return responses, {"won": [1.0] * len(seeds)} if os.environ["RANK"] == "1" else {}
 
 
+@pytest.mark.case(104, "grpo")
 def test_columns_of_one_process_are_refused(gpt2_dir, tmp_path):
     rows = write(tmp_path / "rows.jsonl", [{"prompt": p} for p in PROMPTS])
     argv = [ROOT / "algos/grpo.py", "--model", gpt2_dir, "--dataset", rows, "--reward", f"{__file__}:vowels"]

@@ -55,6 +55,7 @@ BEST = {  # what: (losses of the first run's evaluations, how it goes on, losses
 }
 
 
+@pytest.mark.case(103, "sft")
 @pytest.mark.parametrize("what", BEST)
 def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     """In a run that goes on with other settings; the losses are planned."""

@@ -321,6 +321,14 @@ def test_a_prediction_of_an_unknown_type_is_refused(build_pipeline):
         load(pipeline)
 
 
+@pytest.mark.parametrize("size", [0, 10**9, "x", [8, 0]])
+def test_sizes_that_cannot_be_are_refused(build_pipeline, size):
+    pipeline = build_pipeline()
+    pipeline.unet.register_to_config(sample_size=size)
+    with pytest.raises(InputError, match="is no sample_size of a UNet or scaling_factor of a VAE"):
+        load(pipeline)
+
+
 def test_a_latent_consistency_model_is_refused(build_pipeline):
     """Its UNet takes the weight of the guidance as an input, which nothing here gives it."""
     pipeline = build_pipeline()

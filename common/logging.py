@@ -262,23 +262,22 @@ class Run:
             if self.kept.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.dir:
-            keeps_best = on_main(self.accelerator, self.write_by, self._begin)
-            if not keeps_best:  # the model of the best score so far is not in this directory
+            has_best = on_main(self.accelerator, self.write_by, self._begin)
+            if not has_best:
                 self.kept.best_score = self.kept.best_step = None
         self.saved = time.monotonic()
         return self.kept
 
     def _begin(self):
         """Makes the directory this run's: removes what came after the checkpoint from which it continues. Returns
-        whether the best model so far is still there."""
-        keeps_best = self.same
+        whether the model of its best evaluation is there."""
+        best = self.dir / "hf_model_best"
         if not self.same:
             (self.dir / "README.md").unlink(missing_ok=True)
             checkpoints = sorted((self.dir / "checkpoints").glob("step_????????"))
-            if checkpoints and self.checkpoint.samefile(checkpoints[-1]):
-                keeps_best = self.loaded["headline"] == self.headline
-            if not keeps_best:
-                shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
+            is_newest = checkpoints and self.checkpoint.samefile(checkpoints[-1])
+            if not (is_newest and self.loaded["headline"] == self.headline):
+                shutil.rmtree(best, ignore_errors=True)
             for path in checkpoints:
                 if path.name > self.checkpoint.name:
                     shutil.rmtree(path)
@@ -294,7 +293,7 @@ class Run:
             ckpt.keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
-        return keeps_best
+        return best.exists()
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""

@@ -114,7 +114,10 @@ CASES = {
         "the rows, their tokens or a model's commit change while a run waits",
         "error that names what",
     ),
-    103: ("a run goes on with other settings, in its directory or another", "the best model is of this run's evaluations"),
+    103: (
+        "a run goes on with other settings, in its directory or another",
+        "the best model is of this run's evaluations",
+    ),
     104: ("a rollout returns other columns in one process than in another", "error in all"),
     105: ("a model directory that loads, but cannot be used", "error that names what"),
 }

@@ -9,6 +9,7 @@ import dataclasses
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import itertools
 import json
@@ -128,8 +129,8 @@ def unpack_state(path, state, model, optimizer, frozen):
 
 
 def write_checkpoint(run_dir, files, state, keep, warn):
-    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. A full disk gives a
-    warning: older checkpoints are untouched, and the next save tries again."""
+    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. Returns whether that
+    worked: a full disk gives a warning, older checkpoints are untouched, and the next save tries again."""
     folder = Path(run_dir) / "checkpoints"
     final = folder / f"step_{state['step']:08d}"
     try:
@@ -142,12 +143,13 @@ def write_checkpoint(run_dir, files, state, keep, warn):
     except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own error for a full disk
         kept = "older ones are intact" if any(folder.glob("step_????????")) else "there is none yet"
         warn(f"warning: no checkpoint was written at step {state['step']} ({error}); {kept}")
-        return
+        return False
     # without broken later ones, from before which the run continues
     newest_first = sorted((path for path in folder.glob("step_????????") if path <= final), reverse=True)
     for old in newest_first[keep:]:
         if int(old.name.removeprefix("step_")) != state["best_step"]:
             shutil.rmtree(old, ignore_errors=True)
+    return True
 
 
 def read_checkpoint(path):
@@ -198,6 +200,7 @@ def fsync(path):
 def replacing(directory):
     """A new directory to write into. If the block ends without an error, it is synced and replaces the path."""
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
+    old = directory.with_name(f".old-{directory.name}")
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -207,11 +210,25 @@ def replacing(directory):
                 with contextlib.suppress(OSError):  # a file system without modes
                     path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
             fsync(path)
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            directory.rename(old)
         temporary.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
         fsync(directory.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def tidy(folder):
+    """Ends what a killed process has begun in `replacing`: what is half written goes, what was to be replaced stays."""
+    for path in [*folder.glob(".tmp-hf_model*"), *folder.glob(".tmp-step_*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    for old in folder.glob(".old-*"):
+        path = old.with_name(old.name.removeprefix(".old-"))
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
 
 
 def full_weights(lm):
@@ -305,13 +322,13 @@ def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
     directory these are the files directly in it; others further down, such as runs, do not count."""
     if isinstance(value, list | tuple):
-        parts = [part for part in value if isinstance(part, str | Path) and not os.path.isdir(part)]  # "." is a stop
-        return [*itertools.chain(*map(files_of_flag, parts))]
+        return [Path(part) for part in value if isinstance(part, str | Path) and os.path.isfile(part)]
     if not isinstance(value, str | Path):
         return []
     text = str(value)
-    # a classifier's label; sets, options, and lists and mappings in these
-    specs = [spec.strip() for spec in [text, text.rpartition(":")[0], *re.split(r"[][{},='\"]|: ", text)]]
+    # without a classifier's label; sets, options, and lists and mappings in these, but for marks such as sep=.
+    parts = [text.rpartition(":")[0], *re.split(r"[][{},='\"]|: ", text)]
+    specs = [text, *(part.strip() for part in parts if re.search(r"\w", part))]
     specs += itertools.chain(*(sorted(glob.glob(spec, recursive=True)) for spec in specs))
     files = []
     for path in dict.fromkeys(map(spec_path, filter(None, specs))):
@@ -361,10 +378,11 @@ def module_files(name, folders):
     for place, part in enumerate(name.split(".")):
         found = PathFinder.find_spec(part, [str(folder) for folder in folders])
         if found is None and place == 0:  # what `pip install -e` has installed may have a finder of its own
-            found = next(filter(None, (finder.find_spec(part, None) for finder in sys.meta_path)), None)
+            with contextlib.suppress(Exception):  # of finders of others
+                found = importlib.util.find_spec(part)
         if found is None:
             break
-        file = Path(found.origin or "").resolve()  # some packages have no file
+        file = Path(found.origin if found.has_location else "").resolve()  # some packages have no file
         is_installed = {"site-packages", "dist-packages"} & {*file.parts}
         is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
         if file.is_file() and not is_installed and not is_other:

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import errno
 import functools
 import hashlib
 import importlib.util
@@ -13,6 +12,7 @@ import inspect
 import math
 import operator
 import os
+import pickle
 import re
 import signal
 import sys
@@ -67,9 +67,7 @@ def cli(args_class, main, task=None):
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except (InputError, OSError) as error:
-        if getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG:  # of a flag
-            raise
+    except InputError as error:
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
         sys.exit(2)
@@ -530,7 +528,7 @@ def load_function(spec, flag):
 def import_file(path, source):
     """The module of a file, imported under its own name, once for each version of its source."""
     sys.path.append(str(path.parent))  # for what the file imports
-    name = "plainrl_user_" + hashlib.sha256(f"{path}{source}".encode()).hexdigest()[:16]
+    name = "plainrl_user_" + hashlib.sha256(os.fsencode(f"{path}{source}")).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -541,10 +539,13 @@ def import_file(path, source):
 
 @contextlib.contextmanager
 def at_home():
-    """Afterwards the working directory is the one before: paths of other flags are relative to it."""
+    """Calls code of the user inside. Afterwards the working directory is the one before: paths of other flags are
+    relative to it. RuntimeError for sys.exit, which would end the command as if it had succeeded."""
     home = os.getcwd()
     try:
         yield
+    except SystemExit as error:
+        raise RuntimeError(f"code of the user ended with {error!r}") from error
     finally:
         os.chdir(home)
 
@@ -610,7 +611,8 @@ def call_function(function, name, rows, given):
     try:
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
-        return event_loop(process).run_until_complete(result) if inspect.iscoroutine(result) else result
+        if inspect.iscoroutine(result):
+            result = event_loop(process).run_until_complete(result)
     except BaseException as error:
         if os.getpid() != process:  # a child that the function forked, which must not go on as a process of the run
             code = 1
@@ -623,6 +625,9 @@ def call_function(function, name, rows, given):
             raise
         # sys.exit would end the run as if it had succeeded; nothing else catches what is no Exception
         raise RuntimeError(f"{name} ended with {error!r}") from error
+    if os.getpid() != process:
+        os._exit(0)
+    return result
 
 
 @functools.cache
@@ -713,6 +718,7 @@ def call_rollout(function, name, rows, given, sampled):
         if not any(ids and trained for ids, trained in response):
             raise InputError(f"{where}: no trained ids within --max-new-tokens")
         checked.append(response)
+    pickle.dumps(columns)  # an error here is one of all processes, and when they are exchanged it is not
     return checked, columns
 
 

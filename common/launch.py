@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import resource
+import traceback
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 
@@ -198,6 +199,9 @@ def reduce_sums(accelerator, sums):
 # ---- Between processes -----------------------------------------------------------------------------------------------
 
 
+shared_error = None  # id of the newest error that every process has got, which is none of the model
+
+
 def on_main(accelerator, function, *args):
     """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
     from accelerate.utils import broadcast_object_list
@@ -215,17 +219,21 @@ def on_each(accelerator, function, *args):
     """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
     from accelerate.utils import gather_object
 
+    global shared_error
     result = None
     error = None
+    said = None
     try:
         result = function(*args)
     except Exception as raised:
         error = raised
-    found = gather_object([error and (str(error) or repr(error), isinstance(error, NotFinite))])
+        text = str(raised) if isinstance(raised, InputError) else "".join(traceback.format_exception_only(raised))
+        said = text.strip(), isinstance(raised, NotFinite)
+    found = gather_object([said])
     found = [each for each in found if each]
     if not found:
         return result
-    error = error or InputError(found[0][0])
-    # see `say_what_is_kept`; by the base class, since a frozen one refuses attributes
-    BaseException.__setattr__(error, "on_all", not any(of_model for _, of_model in found))
+    if error is None:
+        error = InputError(found[0][0])
+    shared_error = None if any(of_model for _, of_model in found) else id(error)
     raise error

@@ -28,10 +28,11 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
+from common import launch
 from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError, Stopped, flag_of
 from common.data import marked
-from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads
+from common.launch import OUT_OF_MEMORY, on_main, peak_memory_mb, set_threads
 from common.seeding import rng, seed_libraries, stream_rows
 from common.terminal import WIDEST, screen, table_of, visible
 
@@ -67,6 +68,11 @@ def closes_run(main):
 
     @functools.wraps(main)
     def wrapped(args):
+        others = [*_open]  # of a caller, or of another thread
+
+        def own_runs():
+            return [run for run in _open if run not in others and run.thread == threading.get_ident()]
+
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
         # harmless warnings that read like a broken installation: of parts that nothing here uses, or soon corrected
@@ -78,15 +84,18 @@ def closes_run(main):
         try:
             return main(args)
         except BaseException as error:
-            for run in _open:
+            for run in own_runs():
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
-            if isinstance(error, RuntimeError) and any(word in str(error) for word in words):
-                raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error  # which may be of the user's function
+            is_users = id(error) == launch.shared_error
+            if isinstance(error, RuntimeError) and not is_users and any(word in str(error) for word in words):
+                raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
         finally:
-            while _open:
-                _open.pop().close()
+            for run in own_runs():
+                _open.remove(run)
+                run.close()
+            launch.shared_error = None
             screen.stop()
 
     return wrapped
@@ -103,7 +112,7 @@ class Run:
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
-        self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
+        self.accelerator = launch.launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity(args, script)
@@ -112,6 +121,7 @@ class Run:
         self.made = False  # whether this process created the directory
         self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
         self.lock = None
+        self.thread = threading.get_ident()
         self.inputs = {}
         self.handlers = {}
         self.seconds = {}
@@ -140,8 +150,8 @@ class Run:
         if self.args.check:
             return None, path, ckpt.read_checkpoint(path) if path else state, False, False
         folder = self.dir = self._locked_folder()
-        for half_written in [*folder.glob(".tmp-*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
-            shutil.rmtree(half_written, ignore_errors=True)
+        ckpt.tidy(folder)
+        ckpt.tidy(folder / "checkpoints")
         same = False
         if (folder / "metrics.jsonl").exists():  # else no run has come to its first step there
             old = json.loads((folder / "env.json").read_text())
@@ -159,6 +169,7 @@ class Run:
         if same:
             path, state = ckpt.newest_checkpoint(self.path, self.say)
             self.say(f"continuing {self.path} from step {state.get('step', 0)}")
+            state["inputs"] = old.get("inputs", {})
         elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
             if not path.exists():
                 raise InputError(f"--resume {path}: there is no such run or checkpoint")
@@ -187,16 +198,18 @@ class Run:
                 folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name[0] != "." for path in folder.iterdir()) and not (folder / "env.json").exists():
+            env = folder / "env.json"
+            is_run = env.exists() and '"hash": ' in env.read_text()
+            if any(path.name[0] != "." for path in folder.iterdir()) and not is_run:
                 raise OSError("it holds files but no run")
             self.lock = open(folder / ".lock", "a")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         except BlockingIOError:
             process = (folder / ".lock").read_text()
             raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of the home of nobody
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
-        (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         self.path = folder
         return folder.absolute()
 
@@ -223,7 +236,7 @@ class Run:
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
-        before = self.loaded.get("inputs", {}) if self.same and self.args.resume == "auto" else {}
+        before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
             kept = "a commit is kept by --revision or a directory, what a template writes by --template-options"
@@ -266,22 +279,22 @@ class Run:
             if not has_best:
                 self.kept.best_score = self.kept.best_step = None
         self.saved = time.monotonic()
+        self.saved_step = self.first_step
         return self.kept
 
     def _begin(self):
         """Makes the directory this run's: removes what came after the checkpoint from which it continues. Returns
         whether the model of its best evaluation is there."""
-        best = self.dir / "hf_model_best"
+        noted = self.dir / ".best"
+        has_best = noted.exists() and noted.read_text() == self._best()
+        if not has_best:
+            shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
         if not self.same:
             (self.dir / "README.md").unlink(missing_ok=True)
-            checkpoints = sorted((self.dir / "checkpoints").glob("step_????????"))
-            is_newest = checkpoints and self.checkpoint.samefile(checkpoints[-1])
-            if not (is_newest and self.loaded["headline"] == self.headline):
-                shutil.rmtree(best, ignore_errors=True)
-            for path in checkpoints:
-                if path.name > self.checkpoint.name:
-                    shutil.rmtree(path)
-            notes = {"total_steps": self.total_steps, "headline": self.headline}
+            for later in (self.dir / "checkpoints").glob("step_????????"):
+                if later.name > self.checkpoint.name:
+                    shutil.rmtree(later)
+            notes = {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
             env = self.identity | environment(self.accelerator) | notes
             # the first file, by which `_locked_folder` knows the directory of a run
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
@@ -293,7 +306,13 @@ class Run:
             ckpt.keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
-        return best.exists()
+        return has_best
+
+    def _best(self):
+        """What tells a best evaluation from others: its step, and what decides the score."""
+        names = ("reward", "metric", "dataset", "eval_dataset", "eval_prompts")
+        decisive = [[self.identity[part].get(name) for name in names] for part in ("flags", "files")]
+        return json.dumps([self.kept.best_step, self.headline, *decisive])
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""
@@ -383,6 +402,7 @@ class Run:
                 export("hf_model_best")
                 kept.best_score = score
                 kept.best_step = step
+                on_main(self.accelerator, self.write_by, ckpt.write_text, self.dir / ".best", self._best())
             kept.evaluated = step  # only now, as an evaluation whose export fails is repeated
         stop, is_late = self.stop_requested()
         is_due = is_late or self._passed(step, self.args.save_every)
@@ -396,15 +416,16 @@ class Run:
         screen.show("saving")
         self.saved = time.monotonic()
         threads = torch.get_num_threads()
-        state = {"threads": threads, "inputs": self.inputs, "headline": self.headline, **vars(self.kept)}
+        state = {"threads": threads, "headline": self.headline, **vars(self.kept)}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
-        keep = self.args.keep_checkpoints
-        on_main(self.accelerator, self.write_by, ckpt.write_checkpoint, self.dir, files, state, keep, self.say)
+        write = functools.partial(self.write_by, ckpt.write_checkpoint)
+        if on_main(self.accelerator, write, self.dir, files, state, self.args.keep_checkpoints, self.say):
+            self.saved_step = self.kept.step
 
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
         processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
-        if self.dir and self.stepped and getattr(error, "on_all", False):
+        if self.stepped and id(error) == launch.shared_error and self.saved_step < self.kept.step:
             with contextlib.suppress(InputError):
                 self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
@@ -417,7 +438,7 @@ class Run:
         elif newest and self.stepped:
             after = f"or with --resume {self.path} if you edit its files"
             place = self.path / newest.relative_to(self.dir)
-            note = f"the last complete step is in {place}; the same command continues there, {after}"
+            note = f"the last step on disk is in {place}; the same command continues there, {after}"
             BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), note])  # if it is frozen
 
     # -- signals

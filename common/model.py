@@ -57,7 +57,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        tokenizer("a")  # fails with a limit that is no number
+        tokenizer("")  # fails with a limit that is no number
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
@@ -83,7 +83,7 @@ def loading(flag, name):
     except InputError:
         raise
     except Exception as error:  # the libraries' errors have no common class
-        raise InputError(f"{flag} {name} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise InputError(f"{flag} {name!s:.400} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def load_tokenizer(args, path, revision):
@@ -235,8 +235,8 @@ def load_model(args, path, flag="--model"):
 def load_lm(args, path, device):
     """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_model(args, path)
-    with loading("--model", path):  # which tries the model
-        lm = as_decoder(lm.to(device))
+    with loading("--model", path) if isinstance(path, str) else contextlib.nullcontext():
+        lm = as_decoder(lm.to(device))  # which tries it
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer

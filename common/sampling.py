@@ -266,15 +266,18 @@ def generate_all(
     if limits is None:
         limits = [max_new_tokens] * len(queries)
     sampled = [[] for _ in local]  # of each row: (context, ids) of every call
+    vocabulary = len(lm.get_input_embeddings().weight)
 
     def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
         process; [] where a response has reached its limit. Without a rollout function it is called once: nothing is
         done before, and there is room for the limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if len({*places}) < len(places) or not {*places} <= {*range(len(local))} or not all(contexts):
+        contexts = [list(map(int, ids)) for ids in contexts]
+        are_rows = len({*places}) == len(places) == len(contexts) and {*places} <= {*range(len(local))}
+        if not are_rows or not all(contexts) or min(map(min, contexts)) < 0 or max(map(max, contexts)) >= vocabulary:
             last = len(local) - 1
-            raise InputError(f"--rollout: `sample` takes a context for each of different rows from 0 to {last}")
+            raise InputError(f"--rollout: `sample` takes contexts (ids) for different rows from 0 to {last}")
         found = {place: [] for place in places}
         waiting = []
         for place, context in zip(places, contexts, strict=True):
@@ -317,8 +320,7 @@ def generate_all(
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
             added = gather_object(added)
-            if any(columns.keys() != added[0].keys() for columns in added):
-                raise InputError("--rollout returned columns in one process that it did not return in another")
+            on_each(accelerator, check_columns, added)
             rows = [row | new for row, new in zip(rows, added, strict=False)]
     screen.show("scoring")
     gathered = gather_object(responses)[: len(queries)]
@@ -337,6 +339,12 @@ def generate_all(
     else:  # turns may end with such a token, too: a response has ended if there was room for more
         ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in output_ids]
     return Responses(output_ids, trained, ended, rows)
+
+
+def check_columns(added):
+    """InputError where processes have different ones; added: {column: value} of each row of all."""
+    if any(columns.keys() != added[0].keys() for columns in added):
+        raise InputError("--rollout returned columns in one process that it did not return in another")
 
 
 # ---- Texts and scores ------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Screen:
                 self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
             else:
                 print(text, flush=True)  # rich would end the process at a closed pipe
-        except OSError:  # `| head` has ended, or a disk is full; Python's last flush would be an error, too
+        except (OSError, ValueError):  # `| head` has ended, or a disk is full; Python's last flush would fail, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

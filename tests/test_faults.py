@@ -224,7 +224,7 @@ FAULTS = {
         33,
         1,
         at(*STEP, signal=FAIL),
-        "the last complete step is in run/checkpoints/step_",
+        "the last step on disk is in run/checkpoints/step_",
     ),
     "no memory": ("sft", 65, 2, at(*STEP, signal=EXCESS), "out of memory: lower --micro-batch-size"),
     "a full disk in a line": ("sft", 77, 1, at("common.logging", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
@@ -397,9 +397,7 @@ def test_an_error_between_updates_loses_nothing(algo, place, run, again, tmp_pat
     assert "LookupError: no server" in process.err
     path, state = newest_checkpoint(tmp_path / "run", lambda text: pytest.fail(text))
     last = process.err.splitlines()[-1]  # behind the traceback
-    assert last.startswith(
-        f"the last complete step is in run/checkpoints/{path.name}; the same command continues there"
-    )
+    assert last.startswith(f"the last step on disk is in run/checkpoints/{path.name}; the same command continues there")
     assert state["step"] == lines(tmp_path / "run/metrics.jsonl")[-1]["step"]
     every = 4 if algo in ("ilql", "sft", "dpo", "ddpo") else 8
     lacks_evaluation = "call_metric" in place
@@ -428,10 +426,13 @@ FORKS = """
 import multiprocessing, os, sys
 
 def reward(samples, **columns):
-    child = os.fork()
-    if child == 0:
-        sys.exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    for code in (3, 0):
+        child = os.fork()
+        if child == 0 and code:
+            sys.exit(code)
+        if child == 0:
+            return []
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
         return pool.map(len, samples)
 """

@@ -23,7 +23,7 @@ from test_adapters import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
-from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, with_imports
+from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, tidy, with_imports
 from common.cli import InputError
 
 
@@ -87,13 +87,15 @@ def test_a_package_that_pip_has_linked_counts(tmp_path, monkeypatch):
     class Finder:
         @staticmethod
         def find_spec(name, path=None, target=None):
+            if name == "broken":
+                raise ImportError(name)
             if name == "linked":
                 return importlib.util.spec_from_file_location(name, tmp_path / "src/linked/__init__.py")
 
     (tmp_path / "src/linked").mkdir(parents=True)
     for name in ("__init__", "inner"):
         (tmp_path / f"src/linked/{name}.py").write_text("")
-    (tmp_path / "reward.py").write_text("from linked.inner import score\n")
+    (tmp_path / "reward.py").write_text("import broken\nfrom linked.inner import score\n")
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
     linked = [tmp_path / f"src/linked/{name}.py" for name in ("__init__", "inner")]
     assert with_imports(tmp_path / "reward.py") == [tmp_path / "reward.py", *linked]
@@ -341,7 +343,17 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
         with pytest.raises(InputError, match=sentence):
             go_on()
         assert files(tmp_path / "run") == before
-    go_on(**({"resume": str(tmp_path / "run")} if flag else {}))
+    resume = {"resume": str(tmp_path / "run")} if flag else {}
+    if flag:  # it goes on with the new ones, and then with no others
+        stopping.calls = 1
+        with pytest.raises(ZeroDivisionError):
+            go_on(**resume)
+        new = dict(inputs)
+        inputs |= {"date": "u", "rows": "uu", "answer": 9, "prompt": "u"}
+        with pytest.raises(InputError, match="began with other inputs"):
+            go_on(**resume)
+        inputs |= new
+    go_on(**resume)
     assert log(tmp_path / "run")[-1]["step"] == 4
 
 
@@ -435,6 +447,20 @@ def test_a_run_whose_directory_is_anothers_now_touches_nothing(gpt2_dir, tmp_pat
         assert log(tmp_path / "old")[-1]["step"] == 4
 
 
+def test_a_run_in_a_run_leaves_it_alone(gpt2_dir, tmp_path):
+    """A metric that trains with another script, and ends while the outer run goes on."""
+
+    def metric(outputs, **columns):
+        metric.calls += 1
+        run(sft, gpt2_dir, tmp_path / f"inner{metric.calls}", total_steps=1)
+        return {"n": [1.0] * len(outputs)}
+
+    metric.calls = 0
+    run(sft, gpt2_dir, tmp_path / "outer", eval_prompts=[{"prompt": "a"}], max_new_tokens=3, metric=metric)
+    assert metric.calls == 3 and log(tmp_path / "outer")[-1]["step"] == 4
+    assert all((tmp_path / name / "hf_model").exists() for name in ("outer", "inner1", "inner3"))
+
+
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 
@@ -443,8 +469,8 @@ def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path):
     that failed before its first step, which begins again."""
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("env.json", "notes.txt"):
-        (folder / name).write_text("the user's")
+    (folder / "env.json").write_text('{"hash": "0"}')
+    (folder / "notes.txt").write_text("the user's")
 
     def metric(outputs, **columns):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -454,7 +480,30 @@ def test_a_directory_that_was_there_is_never_removed(gpt2_dir, tmp_path):
     assert (folder / "notes.txt").read_text() == "the user's"
 
 
+def test_a_directory_with_an_environment_of_others_is_none_of_a_run(gpt2_dir, tmp_path):
+    folder = tmp_path / "run"
+    (folder / ".tmp-mine").mkdir(parents=True)
+    for name, text in {"env.json": "{}", "README.md": "of others", ".tmp-mine/notes.txt": "mine"}.items():
+        (folder / name).write_text(text)
+    before = files(folder)
+    with pytest.raises(InputError, match="cannot be written: it holds files but no run"):
+        run(sft, gpt2_dir, folder)
+    assert files(folder) == before
+
+
+def test_what_a_killed_process_was_replacing(tmp_path):
+    """What is half written goes. What was to be replaced stays, unless the new one is complete."""
+    for name in (".tmp-step_00000002-7", ".old-step_00000002", ".old-step_00000004", "step_00000004", ".tmp-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of").write_text(name)
+    tidy(tmp_path)
+    left = {path.name: (path / "of").read_text() for path in tmp_path.iterdir()}
+    expected = {"step_00000002": ".old-step_00000002", "step_00000004": "step_00000004", ".tmp-mine": ".tmp-mine"}
+    assert left == expected
+
+
 def test_a_text_that_cannot_be_a_path_names_no_file():
     for text in ("low quality, " * 40, "~~~"):
         assert files_of_flag(text) == [] == files_of_flag((text,))
-    assert files_of_flag((".",)) == []  # a text to stop at, and no directory
+    assert files_of_flag((".", "**", "/*")) == []  # texts to stop at, and no patterns
+    assert files_of_flag("user.py:score:sep=.,mark=**") == []

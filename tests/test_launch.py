@@ -153,32 +153,32 @@ def test_an_error_of_the_first_process_is_one_of_all(monkeypatch):
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: first.extend(objects) or [*objects, None])
     with pytest.raises(ZeroDivisionError) as raised:
         on_main(SimpleNamespace(is_main_process=True), divmod, 1, 0)
-    assert raised.value.on_all
+    assert launch.shared_error == id(raised.value)
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: [*first, *objects])
     with pytest.raises(InputError, match="by zero") as raised:
         on_main(SimpleNamespace(is_main_process=False), divmod, 1, 0)
-    assert raised.value.on_all
+    assert launch.shared_error == id(raised.value)
 
 
-def test_an_error_of_the_model_is_no_error_of_the_user():
-    """Its state is not saved: `closes_run` asks for on_all."""
-    for error, of_user in (FloatingPointError("numpy's"), True), (launch.NotFinite("logits"), False):
-        with pytest.raises(FloatingPointError) as raised:
-            on_each(None, Mock(side_effect=error))
-        assert raised.value is error and error.on_all is of_user
-
-
-class Frozen(Exception):
-    """An error that takes no attributes, as one of a frozen dataclass."""
+class Odd(Exception):
+    """An error of the user that takes no attributes, is empty, and has no text."""
 
     def __setattr__(self, name, value):
         raise AttributeError(name)
 
+    def __len__(self):
+        return 0
 
-def test_an_error_that_takes_no_attributes_is_marked_too():
-    with pytest.raises(Frozen) as raised:
-        on_each(None, Mock(side_effect=Frozen("the judge is gone")))
-    assert raised.value.on_all
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_an_error_of_the_model_is_no_error_of_the_user():
+    """Its state is not saved: `say_what_is_kept` asks for shared_error."""
+    for error, of_user in (FloatingPointError("numpy's"), True), (launch.NotFinite("logits"), False), (Odd(), True):
+        with pytest.raises(Exception) as raised:
+            on_each(None, Mock(side_effect=error))
+        assert raised.value is error and (launch.shared_error == id(error)) is of_user
 
 
 def test_a_fork_leaves_the_signals_as_they_were():

@@ -269,9 +269,9 @@ def test_best_and_last_model(algo, whole):
 def test_what_a_run_leaves_and_prints(algo, whole):
     folder, process = whole(algo)
     names = "README.md checkpoints config.yaml curve.png env.json hf_model metrics.jsonl perf.jsonl samples.jsonl"
-    expected = {".lock", *names.split()} | ({"images"} if algo == "ddpo" else set())
+    expected = {".lock", ".best", *names.split()} | ({"images"} if algo == "ddpo" else set())
     expected |= {"rollouts.jsonl"} if algo in ("ppo", "grpo") else set()
-    assert {path.name for path in folder.iterdir()} - {"hf_model_best"} == expected
+    assert {path.name for path in folder.iterdir()} == expected | {"hf_model_best"}
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     env = json.loads((folder / "env.json").read_text())
     records = log(folder)

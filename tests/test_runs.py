@@ -47,10 +47,12 @@ def log_evaluation(run, step, metrics):
 Run.log_evaluation = log_evaluation
 """
 LONGER = ("--total-steps", "20", "--keep-checkpoints", "9")
+OTHER_ROWS = ["--resume", "run", "--eval-dataset", "rows.jsonl"]
 BEST = {  # what: (losses of the first run's evaluations, how it goes on, losses there, steps of the best model)
     "the last one": ({8: 2, 12: 1}, ["--resume", "run"], {16: 3, 20: 4}, 12),
     "an earlier one": ({8: 1, 12: 2}, ["--resume", "run"], {16: 3, 20: 4}, 8),
     "a discarded one": ({4: 3, 8: 1, 12: 2}, ["--resume", "run/checkpoints/step_00000006"], {8: 4, 12: 5}, 8),
+    "of other rows": ({8: 1}, OTHER_ROWS, {16: 3, 20: 4}, 16),
     "of another directory": ({8: 1}, ["--resume", "run/checkpoints/step_00000010", "--run-dir", "new"], {16: 3}, 16),
 }
 
@@ -63,6 +65,7 @@ def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     argv = command(work, "sft", "run", "--keep-checkpoints", "9")
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=first))
     before = weights(tmp_path / "run/hf_model_best")
+    how = [work / word if word == "rows.jsonl" else word for word in how]
     argv = once([*argv, *LONGER, *how, "--lr", "2e-2"])
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
     folder = tmp_path / ("new" if "new" in how else "run")
@@ -138,4 +141,4 @@ def test_a_failing_reward_ends_all_processes(work, tmp_path):
     argv = command(work, "ppo", "run", "--reward", "later.py:reward", "--save-every", "1000")
     done = launch(torchrun(2), argv, tmp_path, work, timeout=200)
     assert done.returncode != 0 and "later.py:reward returned 7 values, expected a list of 8" in done.stderr
-    assert "the last complete step is in run/checkpoints/step_00000012;" in done.stderr
+    assert "the last step on disk is in run/checkpoints/step_00000012;" in done.stderr

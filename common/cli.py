@@ -12,7 +12,6 @@ import inspect
 import math
 import operator
 import os
-import pickle
 import re
 import signal
 import sys
@@ -718,7 +717,6 @@ def call_rollout(function, name, rows, given, sampled):
         if not any(ids and trained for ids, trained in response):
             raise InputError(f"{where}: no trained ids within --max-new-tokens")
         checked.append(response)
-    pickle.dumps(columns)  # an error here is one of all processes, and when they are exchanged it is not
     return checked, columns
 
 

@@ -200,7 +200,6 @@ def fsync(path):
 def replacing(directory):
     """A new directory to write into. If the block ends without an error, it is synced and replaces the path."""
     temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
-    old = directory.with_name(f".old-{directory.name}")
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -210,25 +209,11 @@ def replacing(directory):
                 with contextlib.suppress(OSError):  # a file system without modes
                     path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
             fsync(path)
-        if directory.exists():
-            directory.rename(old)
+        shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
         fsync(directory.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def tidy(folder):
-    """Ends what a killed process has begun in `replacing`: what is half written goes, what was to be replaced stays."""
-    for path in [*folder.glob(".tmp-hf_model*"), *folder.glob(".tmp-step_*")]:
-        shutil.rmtree(path, ignore_errors=True)
-    for old in folder.glob(".old-*"):
-        path = old.with_name(old.name.removeprefix(".old-"))
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(path)
 
 
 def full_weights(lm):

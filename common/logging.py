@@ -150,8 +150,8 @@ class Run:
         if self.args.check:
             return None, path, ckpt.read_checkpoint(path) if path else state, False, False
         folder = self.dir = self._locked_folder()
-        ckpt.tidy(folder)
-        ckpt.tidy(folder / "checkpoints")
+        for half_written in [*folder.glob(".tmp-hf_model*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
+            shutil.rmtree(half_written, ignore_errors=True)
         same = False
         if (folder / "metrics.jsonl").exists():  # else no run has come to its first step there
             old = json.loads((folder / "env.json").read_text())
@@ -285,10 +285,10 @@ class Run:
     def _begin(self):
         """Makes the directory this run's: removes what came after the checkpoint from which it continues. Returns
         whether the model of its best evaluation is there."""
+        best = self.dir / "hf_model_best"
         noted = self.dir / ".best"
-        has_best = noted.exists() and noted.read_text() == self._best()
-        if not has_best:
-            shutil.rmtree(self.dir / "hf_model_best", ignore_errors=True)
+        if not (noted.exists() and noted.read_text() == self._best()):
+            shutil.rmtree(best, ignore_errors=True)
         if not self.same:
             (self.dir / "README.md").unlink(missing_ok=True)
             for later in (self.dir / "checkpoints").glob("step_????????"):
@@ -306,7 +306,7 @@ class Run:
             ckpt.keep_lines(self.dir / name, step, lacks_evaluation)
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
-        return has_best
+        return best.exists()
 
     def _best(self):
         """What tells a best evaluation from others: its step, and what decides the score."""
@@ -412,7 +412,10 @@ class Run:
             raise Stopped(128 + self.signal)
 
     def _save(self):
-        """Writes a checkpoint of the last complete iteration. Collective."""
+        """Writes a checkpoint of the last complete iteration, if there is none. An evaluation that came after it is
+        repeated when the run continues from there, with the same result. Collective."""
+        if self.saved_step == self.kept.step:
+            return
         screen.show("saving")
         self.saved = time.monotonic()
         threads = torch.get_num_threads()
@@ -425,7 +428,7 @@ class Run:
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
         processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
-        if self.stepped and id(error) == launch.shared_error and self.saved_step < self.kept.step:
+        if self.dir and self.stepped and id(error) == launch.shared_error:
             with contextlib.suppress(InputError):
                 self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)

@@ -23,7 +23,7 @@ from test_adapters import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
-from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, tidy, with_imports
+from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, with_imports
 from common.cli import InputError
 
 
@@ -489,17 +489,6 @@ def test_a_directory_with_an_environment_of_others_is_none_of_a_run(gpt2_dir, tm
     with pytest.raises(InputError, match="cannot be written: it holds files but no run"):
         run(sft, gpt2_dir, folder)
     assert files(folder) == before
-
-
-def test_what_a_killed_process_was_replacing(tmp_path):
-    """What is half written goes. What was to be replaced stays, unless the new one is complete."""
-    for name in (".tmp-step_00000002-7", ".old-step_00000002", ".old-step_00000004", "step_00000004", ".tmp-mine"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "of").write_text(name)
-    tidy(tmp_path)
-    left = {path.name: (path / "of").read_text() for path in tmp_path.iterdir()}
-    expected = {"step_00000002": ".old-step_00000002", "step_00000004": "step_00000004", ".tmp-mine": ".tmp-mine"}
-    assert left == expected
 
 
 def test_a_text_that_cannot_be_a_path_names_no_file():

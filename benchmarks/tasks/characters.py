@@ -1,8 +1,10 @@
 """The small models of random walks and arithmetic: a tokenizer of one token a character, and a GPT-2 that is drawn."""
 
+import functools
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 DRAWN = Path(__file__).resolve().parent / "drawn"  # git ignores it
@@ -25,23 +27,30 @@ def tokenizer(characters: str, context: int):
     )
 
 
-def untrained_gpt2(characters: str, context: int, layers: int, width: int, heads: int) -> str:
-    """Path of a GPT-2 with random weights of seed 0 and its tokenizer. It is drawn where it is not there yet; a CPU
-    without AVX2 rounds its weights otherwise. Processes that draw it at the same time do not disturb each other."""
-    sizes = {"n_positions": context, "n_layer": layers, "n_embd": width, "n_head": heads}
-    source = f"{Path(__file__).read_text()}{characters}{sizes}"
-    directory = DRAWN / hashlib.sha256(source.encode()).hexdigest()[:8]
+def made_once(name: str, make: Callable[[Path], None]) -> str:
+    """Path of a directory in DRAWN, which make(directory) writes where it is not there yet. Processes that do so at the
+    same time do not disturb each other, and a killed one leaves nothing that is used."""
+    directory = DRAWN / name
     if not directory.exists():
         DRAWN.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=DRAWN) as folder:
             unfinished = Path(folder, "model")
-            draw_gpt2(unfinished, tokenizer(characters, context), sizes)
+            make(unfinished)
             try:
                 os.rename(unfinished, directory)
             except OSError:
                 if not directory.exists():  # else another process was faster
                     raise
     return str(directory)
+
+
+def untrained_gpt2(characters: str, context: int, layers: int, width: int, heads: int) -> str:
+    """Path of a GPT-2 with random weights of seed 0 and its tokenizer. A CPU without AVX2 rounds its weights
+    otherwise."""
+    sizes = {"n_positions": context, "n_layer": layers, "n_embd": width, "n_head": heads}
+    source = f"{Path(__file__).read_text()}{characters}{sizes}"
+    make = functools.partial(draw_gpt2, characters=tokenizer(characters, context), sizes=sizes)
+    return made_once(hashlib.sha256(source.encode()).hexdigest()[:8], make)
 
 
 def draw_gpt2(directory: Path, characters, sizes: dict) -> None:

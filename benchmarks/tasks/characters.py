@@ -1,6 +1,5 @@
 """The small models of random walks and arithmetic: a tokenizer of one token a character, and a GPT-2 that is drawn."""
 
-import functools
 import hashlib
 import os
 import tempfile
@@ -49,7 +48,10 @@ def untrained_gpt2(characters: str, context: int, layers: int, width: int, heads
     otherwise."""
     sizes = {"n_positions": context, "n_layer": layers, "n_embd": width, "n_head": heads}
     source = f"{Path(__file__).read_text()}{characters}{sizes}"
-    make = functools.partial(draw_gpt2, characters=tokenizer(characters, context), sizes=sizes)
+
+    def make(directory):
+        draw_gpt2(directory, tokenizer(characters, context), sizes)
+
     return made_once(hashlib.sha256(source.encode()).hexdigest()[:8], make)
 
 

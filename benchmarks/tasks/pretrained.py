@@ -181,7 +181,7 @@ def written(split: str = "train") -> list[list[dict]]:
 
 def best_reviews(split: str = "train", count: int = 4) -> list[dict]:
     """The `count` best of each beginning, to be imitated by sft: best of n, as expert iteration begins."""
-    return [row for group in written(split) for row in group[:count]]
+    return [*itertools.chain(*(group[:count] for group in written(split)))]
 
 
 def scored_reviews(split: str = "train") -> list[dict]:

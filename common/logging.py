@@ -68,11 +68,7 @@ def closes_run(main):
 
     @functools.wraps(main)
     def wrapped(args):
-        others = [*_open]  # of a caller, or of another thread
-
-        def own_runs():
-            return [run for run in _open if run not in others and run.thread == threading.get_ident()]
-
+        depth = len(_open)  # runs of a caller, whose reward may train with another script
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
         # harmless warnings that read like a broken installation: of parts that nothing here uses, or soon corrected
@@ -84,7 +80,7 @@ def closes_run(main):
         try:
             return main(args)
         except BaseException as error:
-            for run in own_runs():
+            for run in _open[depth:]:
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
             is_users = id(error) == launch.shared_error
@@ -92,9 +88,8 @@ def closes_run(main):
                 raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
         finally:
-            for run in own_runs():
-                _open.remove(run)
-                run.close()
+            while len(_open) > depth:
+                _open.pop().close()
             launch.shared_error = None
             screen.stop()
 
@@ -121,7 +116,6 @@ class Run:
         self.made = False  # whether this process created the directory
         self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
         self.lock = None
-        self.thread = threading.get_ident()
         self.inputs = {}
         self.handlers = {}
         self.seconds = {}

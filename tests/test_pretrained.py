@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, torchrun
+from harness import ROOT, once, torchrun
 from helpers import log, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -38,8 +38,8 @@ def folder():
 
 def launch(launcher, algo, run_dir, *more, expect=0):
     words = [f"algos/{algo}.py", "--model", f"{TASK}:model", *SETTINGS[algo].split(), "--lr", "1e-5", "--threads", "1"]
-    words += ["--micro-batch-size", "3", "--save-every", "0", "--run-dir", run_dir, *more]
-    done = subprocess.run([*map(str, launcher), *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    words = once([*words, "--micro-batch-size", "3", "--save-every", "0", "--run-dir", run_dir, *more])
+    done = subprocess.run([*map(str, launcher), *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == expect, done.stdout + done.stderr
     return log(run_dir)
 

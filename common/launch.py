@@ -199,7 +199,7 @@ def reduce_sums(accelerator, sums):
 # ---- Between processes -----------------------------------------------------------------------------------------------
 
 
-shared_error = None  # id of the newest error that every process has got, which is none of the model
+shared_errors = []  # ids of errors that every process has got, and that are none of the model: the newest
 
 
 def on_main(accelerator, function, *args):
@@ -219,7 +219,6 @@ def on_each(accelerator, function, *args):
     """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
     from accelerate.utils import gather_object
 
-    global shared_error
     result = None
     error = None
     said = None
@@ -235,5 +234,7 @@ def on_each(accelerator, function, *args):
         return result
     if error is None:
         error = InputError(found[0][0])
-    shared_error = None if any(of_model for _, of_model in found) else id(error)
+    shared_errors.clear()
+    if not any(of_model for _, of_model in found):
+        shared_errors.append(id(error))
     raise error

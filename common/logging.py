@@ -28,11 +28,10 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common import launch
 from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError, Stopped, flag_of
 from common.data import marked
-from common.launch import OUT_OF_MEMORY, on_main, peak_memory_mb, set_threads
+from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
 from common.seeding import rng, seed_libraries, stream_rows
 from common.terminal import WIDEST, screen, table_of, visible
 
@@ -83,14 +82,14 @@ def closes_run(main):
             for run in _open[depth:]:
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
-            is_users = id(error) == launch.shared_error
+            is_users = id(error) in shared_errors
             if isinstance(error, RuntimeError) and not is_users and any(word in str(error) for word in words):
                 raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
         finally:
             while len(_open) > depth:
                 _open.pop().close()
-            launch.shared_error = None
+            shared_errors.clear()
             screen.stop()
 
     return wrapped
@@ -107,7 +106,7 @@ class Run:
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
-        self.accelerator = launch.launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
+        self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity(args, script)
@@ -422,7 +421,7 @@ class Run:
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
         processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
-        if self.dir and self.stepped and id(error) == launch.shared_error:
+        if self.dir and self.stepped and id(error) in shared_errors:
             with contextlib.suppress(InputError):
                 self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)

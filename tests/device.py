@@ -228,7 +228,7 @@ def start(written=None, exact=True):
         accelerator.state.device = PartialState._shared_state["device"] = DEVICE
         return accelerator
 
-    launch.launch = on_device
+    launch.launch = logging.launch = on_device
     finish = logging.Run.close
 
     def close(self):

@@ -274,8 +274,10 @@ def generate_all(
         done before, and there is room for the limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         contexts = [list(map(int, ids)) for ids in contexts]
+        used = set().union(*contexts)
+        are_ids = all(contexts) and min(used, default=0) >= 0 and max(used, default=0) < vocabulary
         are_rows = len({*places}) == len(places) == len(contexts) and {*places} <= {*range(len(local))}
-        if not are_rows or not all(contexts) or min(map(min, contexts)) < 0 or max(map(max, contexts)) >= vocabulary:
+        if not (are_rows and are_ids):
             last = len(local) - 1
             raise InputError(f"--rollout: `sample` takes contexts (ids) for different rows from 0 to {last}")
         found = {place: [] for place in places}

@@ -369,6 +369,7 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
         whole = [ids + new for ids, new in zip(prompt_ids, first, strict=True)]
         for new, more in zip(first, sample(whole, places), strict=True):
             lengths.append((len(new), len(more)))
+        assert sample([], []) == []  # in a turn in which no row goes on
         return [[(new, True)] for new in first]
 
     run("grpo", gpt2_dir, tmp_path / "run", rollout=greedy_for_more, total_episodes=12)

@@ -302,10 +302,11 @@ class Run:
         return best.exists()
 
     def _best(self):
-        """What tells a best evaluation from others: its step, and what decides the score."""
+        """What tells a best evaluation from others: its step, and what decides the score. The headline does not: it can
+        move to another beta of ilql."""
         names = ("reward", "metric", "dataset", "eval_dataset", "eval_prompts")
         decisive = [[self.identity[part].get(name) for name in names] for part in ("flags", "files")]
-        return json.dumps([self.kept.best_step, self.headline, *decisive])
+        return json.dumps([self.kept.best_step, *decisive])
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""

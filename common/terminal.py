@@ -97,11 +97,13 @@ def visible(text):
 
 
 def cell_text(value):
-    """A cell of a table: numbers with three digits, texts as one line, cut at the end."""
+    """A cell of a table: numbers with three digits, texts as one line, long ones without their middle: the question of
+    a chat is at the end of its prompt."""
     if isinstance(value, float):
         return f"{value:.3g}"
     text = "not finite" if value is None else visible(str(value))
-    return text if len(text) <= LONGEST_CELL else text[:LONGEST_CELL] + "..."
+    half = LONGEST_CELL // 2
+    return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"
 
 
 def table_of(rows, title=None, width=None):

@@ -781,8 +781,8 @@ def test_samples_are_no_markup():
 
 
 def test_long_and_empty_samples():
-    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 201, " \n", None, "")]
-    assert cells == ["p" * 200, "p" * 200 + "...", " \\n", "not finite", ""]
+    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
+    assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

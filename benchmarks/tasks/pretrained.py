@@ -7,8 +7,8 @@ sums     text `3 + 4 = 7\\n12 + 5 =`: an example and a sum of two numbers from 1
          new line. One pair of numbers in five is held out, in both orders.
 reviews  text `The actors were`: the beginning of a film review without a judgement. The reward is the sentiment of what
          the model writes behind it, by VADER (Hutto and Gilbert 2014), a list of words with rules: from -1 to 1.
-colors   chat `The cup is red and the door is blue. What color is the cup?`, behind an example with its answer. Held-out
-         questions are about other things and other colors.
+colors   chat `The cup is red, the door is blue and the hat is black. What color is the door?`, behind an example with
+         its answer. Held-out questions are about other things and other colors.
 
 benchmarks/tasks/pretrained/ has the settings for the scripts.
 """
@@ -234,7 +234,7 @@ THINGS = "door cup hat box ball chair lamp bag coat bird boat shirt house flag t
 COLORS = "red blue yellow black brown gray pink orange green white purple".split()
 EXAMPLE_CHAT = [
     {"role": "system", "content": "Answer briefly."},
-    {"role": "user", "content": "The book is gold and the ring is silver. What color is the ring?"},
+    {"role": "user", "content": "The book is gold, the ring is silver and the desk is tan. What color is the ring?"},
     {"role": "assistant", "content": "silver"},
 ]
 
@@ -246,22 +246,18 @@ def part_of(words: list[str], split: str) -> list[str]:
 
 
 def colors(split: str = "train", count: int = 1000) -> list[dict]:
-    """Chats that end with a question about one of two things, and columns: the right color and the one of the other
-    thing. The test split has things and colors of its own: the last third of each list."""
+    """Chats that end with a question about one of three things, and columns: the right color and all three. The test
+    split has things and colors of its own: the last third of each list."""
     draw = random.Random(split)
-    things = part_of(THINGS, split)
-    names = part_of(COLORS, split)
     rows = []
     for _ in range(count):
-        pair = draw.sample(things, 2)
-        answer, other = draw.sample(names, 2)
-        thing = pair[0]
-        facts = [f"The {thing} is {answer}", f"the {pair[1]} is {other}"]
-        if draw.random() < 0.5:
-            facts = [f"The {pair[1]} is {other}", f"the {thing} is {answer}"]
-        question = f"{' and '.join(facts)}. What color is the {thing}?"
+        things = draw.sample(part_of(THINGS, split), 3)
+        names = draw.sample(part_of(COLORS, split), 3)
+        asked = draw.randrange(3)
+        first, second, third = (f"the {thing} is {name}" for thing, name in zip(things, names, strict=True))
+        question = f"{first.capitalize()}, {second} and {third}. What color is the {things[asked]}?"
         messages = [*EXAMPLE_CHAT, {"role": "user", "content": question}]
-        rows.append({"prompt": messages, "answer": answer, "other": other})
+        rows.append({"prompt": messages, "answer": names[asked], "colors": names})
     return rows
 
 
@@ -275,11 +271,10 @@ def color_reward(outputs: list[str], answer: list[str]) -> list[float]:
     return [float(word == right) for word, right in zip(words, answer, strict=True)]
 
 
-def color_metric(outputs: list[str], answer: list[str], other: list[str]) -> dict[str, list[float]]:
-    """format: 1.0 where the output is one of the two colors of the question, right or wrong. Half of these are right
-    if the model has only learned the format."""
-    pairs = zip(color_reward(outputs, answer), color_reward(outputs, other), strict=True)
-    return {"format": [max(pair) for pair in pairs]}
+def color_metric(outputs: list[str], colors: list[list[str]]) -> dict[str, list[float]]:
+    """format: 1.0 where the output is one of the colors of the question, right or wrong. A third of these are right if
+    the model has only learned the format."""
+    return {"format": [max(color_reward([text] * 3, names)) for text, names in zip(outputs, colors, strict=True)]}
 
 
 if __name__ == "__main__":

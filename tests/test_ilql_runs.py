@@ -93,7 +93,7 @@ def test_evaluation_samples_from_each_beta(monkeypatch, gpt2_dir, tmp_path):
 
 def test_the_best_beta_chooses_the_best_model(gpt2_dir, tmp_path, capsys):
     """By the first metric; the second one and the last beta are best at other steps. The last evaluation's best beta
-    is the headline, and how to sample."""
+    is the headline, and how to sample. Ended behind its last step, the run goes on with the model of another beta."""
     values = iter([0, 0, 0, 5, 9, 2, 1, 8, 3, 7, 2, 7])  # of betas 0, 4 and 8 at steps 0, 2, 4 and 6
 
     def metric(outputs, **columns):
@@ -108,6 +108,10 @@ def test_the_best_beta_chooses_the_best_model(gpt2_dir, tmp_path, capsys):
     best = safetensors.torch.load_file(run_dir / "hf_model_best" / ilql.HEADS_FILE)
     assert all(torch.equal(weight, saved[f"model.{name}"]) for name, weight in best.items())
     assert "with policy.guided(beta=0, top_k=0, top_p=1):  # the best beta by the last" in capsys.readouterr().out
+    (run_dir / "README.md").unlink()  # which marks it as finished
+    run_ilql(gpt2_dir, tmp_path / "run", **flags)
+    again = safetensors.torch.load_file(run_dir / "hf_model_best" / ilql.HEADS_FILE)
+    assert all(torch.equal(weight, best[name]) for name, weight in again.items())
 
 
 def test_an_export_is_continued_with_its_heads(gpt2_dir, tmp_path, capsys):

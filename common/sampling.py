@@ -25,6 +25,7 @@ from common.data import (
     set_flag,
     set_prefix,
 )
+from common.decoding import GRAPHS, Step, is_plain
 from common.launch import NotFinite, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
@@ -135,6 +136,7 @@ def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
+LEAVING_GRAPH = 1 / 2  # the same with graphs, of which every shape needs its own
 LOOK = 1  # tokens after which the loop looks at what was drawn, to see which rows have ended
 LOOK_ON_GPU = 16  # the host has to wait for a GPU each time; what a row draws after its end is dropped
 CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
@@ -146,65 +148,113 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     model or complete a string of stop.
 
     uniforms: (B, R) float64 on the device, drawn before decoding starts, so a row's tokens do not depend on the other
-    rows. Rows that have ended leave the batch and the key-value cache a few at a time. A model whose cache is none of
-    the library's own kinds, which rows can leave, reads all tokens for each new one. The model's generation_config is
-    not used. NotFinite if logits of a row that goes on are not.
+    rows. Rows that have ended leave the batch and the key-value cache a few at a time (`Decoder`). The model's
+    generation_config is not used. NotFinite if logits of a row that goes on are not.
     """
     device = uniforms.device
     ends = end_tokens(model)
-    lengths = [len(ids) for ids in contexts]
-    tokens = pad_rows(contexts, tokenizer.pad_token_id, begins=lengths, device=device)
-    attention = pad_rows([[1] * length for length in lengths], 0, begins=lengths, device=device)
-    # a row that has ended may stay in the batch for a while: its positions go no further than the model's
-    ends_at = [length + limit for length, limit in zip(lengths, limits, strict=True)]
-    last_position = torch.tensor(ends_at, device=device) - 1
     responses = [[] for _ in contexts]
     rows = list(range(len(contexts)))  # those in the batch
     ended = set()  # those that have ended, which may still be there
     drawn = []  # (b,) each: the tokens since the last look, -1 where logits were not finite
     look = LOOK if device.type == "cpu" else LOOK_ON_GPU
-    cache = None
+    decoder = Decoder(model, contexts, limits, tokenizer.pad_token_id, device)
+    logits = decoder.read_contexts()
     for t in range(max(limits)):
-        positions = (attention.cumsum(1) - 1).clamp(min=0).minimum(last_position[:, None])
-        unread = tokens.shape[1] if cache is None else 1
-        # an encoder-decoder learns from the number of logits how many of the tokens are the response
-        num_logits = t + 1 if isinstance(model, Seq2Seq) else 1
-        output = model(
-            input_ids=tokens[:, -unread:], attention_mask=attention, position_ids=positions[:, -unread:],
-            past_key_values=cache, use_cache=True, logits_to_keep=num_logits,
-        )  # fmt: skip
-        if t == 0:
-            cache = reordered_cache(output)
-        logits = output.logits[:, -1]
         newest = draw(logits, uniforms[:, t], temperature, top_k, top_p)
         drawn.append(torch.where(logits.amax(-1).isfinite(), newest, -1))
-        tokens = torch.cat([tokens, newest[:, None]], 1)
-        attention = F.pad(attention, (0, 1), value=1)
-        if len(drawn) < look and t + 1 < max(limits):
-            continue
-        for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
-            response = responses[row]
-            if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
-                ended.add(row)
-            if response[-1] == -1:
-                where = f"at response token {len(response)} after the ids {contexts[row]!s:.60}"
-                raise NotFinite(f"logits are not finite {where}")
-        drawn = []
-        going = [place for place, row in enumerate(rows) if row not in ended]
-        if not going:
-            break
-        if len(going) <= LEAVING * len(rows):
-            screen.advance(len(rows) - len(going))
-            rows = [rows[place] for place in going]
-            places = torch.tensor(going, device=device)
-            uniforms = uniforms[places]
-            last_position = last_position[places]
-            tokens = tokens[places]
-            attention = attention[places]
-            if cache is not None:
-                cache.reorder_cache(places)
+        if len(drawn) == look or t + 1 == max(limits):
+            for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
+                response = responses[row]
+                if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
+                    ended.add(row)
+                if response[-1] == -1:
+                    where = f"at response token {len(response)} after the ids {contexts[row]!s:.60}"
+                    raise NotFinite(f"logits are not finite {where}")
+            drawn = []
+            going = [place for place, row in enumerate(rows) if row not in ended]
+            if not going:
+                break
+            if len(going) <= decoder.leaving * len(rows):
+                screen.advance(len(rows) - len(going))
+                rows = [rows[place] for place in going]
+                places = torch.tensor(going, device=device)
+                uniforms = uniforms[places]
+                newest = newest[places]
+                decoder.keep(places)
+        logits = decoder.read(newest)
     screen.advance(len(rows))
     return responses
+
+
+class Decoder:
+    """Forward passes over rows that grow by a token in each. A model whose cache is none of the library's own kinds,
+    which rows can leave, reads all tokens in every pass."""
+
+    def __init__(self, model, contexts, limits, pad_id, device):
+        """contexts: lists of ids. limits: how many ids may follow each."""
+        lengths = [len(ids) for ids in contexts]
+        self.model = model
+        self.contexts = contexts
+        self.tokens = pad_rows(contexts, pad_id, begins=lengths, device=device)  # (B, T)
+        self.attention = pad_rows([[1] * length for length in lengths], 0, begins=lengths, device=device)
+        # a row that has ended may stay in the batch for a while: its positions go no further than the model's
+        ends_at = [length + limit for length, limit in zip(lengths, limits, strict=True)]
+        self.last_position = torch.tensor(ends_at, device=device)[:, None] - 1  # (B, 1)
+        self.most_tokens = self.tokens.shape[1] + max(limits)
+        self.num_passes = 0
+        self.cache = None
+        self.step = None  # of a pass as a graph
+
+    @property
+    def leaving(self):
+        """The share of rows that go on at which the others leave."""
+        return LEAVING_GRAPH if self.step else LEAVING
+
+    def read_contexts(self):
+        """Logits (B, V) behind the contexts. Equal ones, as those of a group are, are read once."""
+        number_of = {ids: number for number, ids in enumerate(dict.fromkeys(map(tuple, self.contexts)))}
+        numbers = [number_of[tuple(ids)] for ids in self.contexts]
+        firsts = torch.tensor([numbers.index(number) for number in range(len(number_of))], device=self.tokens.device)
+        output = self.forward(self.tokens[firsts], self.attention[firsts], self.last_position[firsts])
+        self.cache = reordered_cache(output)
+        numbers = torch.tensor(numbers, device=self.tokens.device)
+        if self.cache is not None and len(firsts) < len(numbers):
+            self.cache.reorder_cache(numbers)
+        if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
+            self.step = Step(self.model, self.cache, self.attention, self.last_position, self.most_tokens)
+        return output.logits[:, -1][numbers]
+
+    def read(self, newest):
+        """Logits (b, V) behind one more token (b,) of each row in the batch."""
+        if self.step:
+            return self.step(newest)
+        self.tokens = torch.cat([self.tokens, newest[:, None]], 1)
+        self.attention = F.pad(self.attention, (0, 1), value=1)
+        return self.forward(self.tokens, self.attention, self.last_position).logits[:, -1]
+
+    def forward(self, tokens, attention, last_position):
+        """The model's output for what is not in the cache."""
+        positions = (attention.cumsum(1) - 1).clamp(min=0).minimum(last_position)
+        unread = tokens.shape[1] if self.cache is None else 1
+        self.num_passes += 1
+        # an encoder-decoder learns from the number of logits how many of the tokens are the response
+        num_logits = self.num_passes if isinstance(self.model, Seq2Seq) else 1
+        return self.model(
+            input_ids=tokens[:, -unread:], attention_mask=attention, position_ids=positions[:, -unread:],
+            past_key_values=self.cache, use_cache=True, logits_to_keep=num_logits,
+        )  # fmt: skip
+
+    def keep(self, places):
+        """Lets the rows at all other places of the batch leave."""
+        if self.step:
+            self.step.fit(places)
+            return
+        self.tokens = self.tokens[places]
+        self.attention = self.attention[places]
+        self.last_position = self.last_position[places]
+        if self.cache is not None:
+            self.cache.reorder_cache(places)
 
 
 def reordered_cache(output):

@@ -1,0 +1,161 @@
+"""A forward pass of decoding as a CUDA graph.
+
+On a GPU the host launches some 1,600 kernels for a token, which takes several times as long as the kernels do. A pass
+over a cache that keeps its place can be captured as a graph, which the host launches as one.
+"""
+
+import torch
+from torch.nn import functional as F
+
+GRAPHS = ()  # types of devices whose passes become graphs: "cuda" once benchmarks/gpu.py has compared them there
+ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
+newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
+
+
+class Step:
+    """Passes of one token per row, in tensors that keep shape and place until `fit`. The first pass of a shape is an
+    ordinary one, the second becomes a graph, and later ones replay it. A model that makes the host wait within a pass,
+    which no graph can hold, goes on without."""
+
+    def __init__(self, model, cache, attention, last_position, longest):
+        self.model = model
+        self.cache = cache
+        self.attention = attention  # (b, C), 1 where a token is; C: tokens that there is room for
+        self.last_position = last_position  # (b, 1)
+        self.positions = attention.sum(1, keepdim=True) - 1  # (b, 1)
+        self.num_read = attention.shape[1]
+        self.longest = longest
+        self.place = torch.full((1,), self.num_read - 1, device=attention.device)  # of the newest token in the cache
+        fix_layers(cache, self.place, self.num_read)
+        self.waits = False
+        self.fit()
+
+    def fit(self, rows=None):
+        """Keeps these rows, or makes room for more tokens. The next pass has another shape."""
+        room = 0
+        if rows is None:
+            room = min(ROOM, self.longest - self.num_read)
+            room += -(self.num_read + room) % 16  # attention would copy a mask of another width in every layer
+            rows = slice(None)
+        self.attention = F.pad(self.attention[rows], (0, room))
+        self.positions = self.positions[rows].clone()
+        self.last_position = self.last_position[rows]
+        self.tokens = torch.zeros_like(self.positions)
+        for layer in self.cache.layers:
+            layer.keys, layer.values = (F.pad(states[rows], (0, 0, 0, room)) for states in (layer.keys, layer.values))
+        self.graph = None
+        self.is_new = True
+
+    def __call__(self, newest):
+        """Logits (b, V) behind the newest ids (b,). They change with the next call."""
+        if self.num_read == self.attention.shape[1]:
+            self.fit()
+        self.num_read += 1
+        self.place += 1
+        self.positions += 1
+        self.positions.copy_(self.positions.minimum(self.last_position))
+        self.attention.index_fill_(1, self.place, 1)
+        self.tokens.copy_(newest[:, None])
+        if self.graph is None and not (self.is_new or self.waits):
+            self.graph = capture(self.forward)
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.waits:
+            self.forward()
+        elif not never_waits(self.forward):
+            self.waits = True
+            self.forward()  # again, from the beginning: it writes the same to the same place
+        self.is_new = False
+        return self.logits
+
+    def forward(self):
+        self.logits = self.model(
+            input_ids=self.tokens, attention_mask=self.attention, position_ids=self.positions,
+            past_key_values=self.cache, use_cache=True, logits_to_keep=1,
+        ).logits[:, -1]  # fmt: skip
+
+
+def fix_layers(cache, place, length):
+    """Makes layers of a cache whose states keep their place: that of the newest token is `place` (1,), which they
+    share. length: tokens that were read."""
+    from transformers.cache_utils import DynamicLayer
+
+    class FixedLayer(DynamicLayer):
+        """Attention reads the whole of it; the mask hides what is not written yet, and what a window has left."""
+
+        is_compileable = True  # transformers then neither looks at a mask nor leaves it out
+
+        def update(self, key_states, value_states, *args, **options):
+            self.keys.index_copy_(2, place, key_states.to(self.keys.dtype))
+            self.values.index_copy_(2, place, value_states.to(self.values.dtype))
+            return self.keys, self.values
+
+        def get_mask_sizes(self, query_length):
+            return self.keys.shape[2], 0
+
+        def get_seq_length(self):
+            return place
+
+    for number, layer in enumerate(cache.layers):
+        fixed = FixedLayer()
+        vars(fixed).update(vars(layer))
+        fixed.is_sliding = layer.is_sliding
+        dtype = layer.keys.dtype
+        if torch.is_autocast_enabled(place.device.type):
+            dtype = torch.get_autocast_dtype(place.device.type)  # to which attention casts them
+        forgotten = length - layer.keys.shape[2]  # by a window
+        fixed.keys = F.pad(layer.keys.to(dtype), (0, 0, forgotten, 0))
+        fixed.values = F.pad(layer.values.to(dtype), (0, 0, forgotten, 0))
+        cache.layers[number] = fixed
+
+
+def is_plain(model, cache):
+    """Whether a pass is torch's attention over such a cache and nothing besides. Under FSDP2 other streams wait for
+    ours and would join the capture; with --deterministic, writing to the cache would sort."""
+    from torch.distributed.fsdp import FSDPModule
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    config = model.config.get_text_config()
+    kinds = {type(layer) for layer in getattr(cache, "layers", [])}
+    return (
+        type(cache) is DynamicCache
+        and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+        and config._attn_implementation in ("sdpa", "eager")
+        and "chunked_attention" not in (getattr(config, "layer_types", None) or ())
+        and not type(model).__module__.startswith("transformers_modules")  # remote code may count in Python
+        and not isinstance(model, FSDPModule)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def never_waits(function):
+    """Calls a function of the GPU. Whether the host did not wait in it; at the first wait it ends."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return True
+
+
+def capture(function):
+    """What a function does on the GPU, as a graph that is still to be replayed."""
+    global newest_graph
+    graph = torch.cuda.CUDAGraph()  # torch.cuda.graph would first return all free memory to the driver
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # thread_local: what another thread does on the GPU may go on
+        graph.capture_begin(newest_graph and newest_graph.pool(), "thread_local")
+        try:
+            function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    newest_graph = graph
+    return graph

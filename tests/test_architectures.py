@@ -11,13 +11,14 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import graphs
 import pytest
 import torch
 import transformers as tf
 from helpers import log, recorded
 from test_models import IDS, more_vowels, reload
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
@@ -268,6 +269,48 @@ def test_the_structure_says_what_the_model_computes(folder, cell):
     padded = lm(ids, **inputs).logits
     error = max((x[-len(y) :] - y).abs().max() for x, y in zip(padded, expected, strict=True))
     assert error > 0.1 if reads_padding(lm) else error < 3e-5
+
+
+# Families whose layers are not torch's attention over a plain cache: they take the plain loop.
+PLAIN_LOOP = {"gemma4_shared", "llama4", "qwen3_5", "falcon_h1", "granite_hybrid", "lfm2", "mamba"}
+FLOAT32 = {"llama4", "qwen3_moe", "gpt_oss", "granite_hybrid", "deepseek_v3"}  # products of experts
+
+
+def queries_of(lengths, words=21):
+    random = torch.Generator().manual_seed(0)
+    return [torch.randint(0, words, (length,), generator=random).tolist() for length in lengths]
+
+
+CASES = {  # lengths of queries, limits, options
+    "one row": ([1], [25], {}),
+    "padding and limits": ([5, 1, 3, 7, 2], [4, 25, 1, 19, 9], {"temperature": 0.7}),
+    "ends": ([5, 1, 3, 7, 2, 2, 4], [24] * 7, {}),
+    "stops": ([2, 6, 1, 3], [17] * 4, {"stop": ("b", "gh")}),
+    "top": ([4, 4, 2], [21] * 3, {"top_k": 5, "top_p": 0.8}),
+    "greedy": ([3, 1], [13, 8], {"temperature": 0.0}),
+}
+
+
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("family", marked(name for name in FAMILIES if name not in READS_PADDING), indirect=True)
+def test_passes_as_graphs_draw_the_ids_of_the_plain_loop(family, folder, attention, monkeypatch):
+    lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+    if family not in FLOAT32 and lm.config._attn_implementation == "sdpa":  # eager attention to padding gives NaN there
+        lm.double()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for name, (lengths, limits, options) in CASES.items():
+        lm.generation_config.eos_token_id = [3, 7, 22] if name == "ends" else [99]  # 99: none of the tokens
+        queries = queries_of(lengths)
+        draws = torch.rand(len(queries), max(limits), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        call = (lm, tokenizer, queries, draws, limits)
+        expected = sample(*call, **options)
+        with monkeypatch.context() as patches:
+            captured = graphs.use(patches)
+            found = sample(*call, **options)
+        assert found == expected, name
+        assert bool(captured) == (family not in PLAIN_LOOP)
+        if captured:
+            assert sum(graph.num_replays for graph in captured) >= 3, name
 
 
 @torch.no_grad()

@@ -167,11 +167,14 @@ def peak_memory_mb(device):
 def accumulate(accelerator, model, micro_batches):
     """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
     they do so in each; otherwise every process would keep whole gradients in between."""
-    for micro_batch in micro_batches:
-        exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
-        with nullcontext() if exchanges else accelerator.no_sync(model):
-            yield micro_batch
-        screen.advance(1 / len(micro_batches))
+    # Autocast keeps the weights that it has cast until the outermost of its contexts ends: this one, which casts nothing
+    # itself. So the weights are cast once a step.
+    with torch.autocast(accelerator.device.type, enabled=False):
+        for micro_batch in micro_batches:
+            exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
+            with nullcontext() if exchanges else accelerator.no_sync(model):
+                yield micro_batch
+            screen.advance(1 / len(micro_batches))
 
 
 def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):

@@ -170,16 +170,25 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 
 def split_lines(accelerator, examples, batch_size, packing=False):
-    """The micro-batches of this process: lists of at most batch_size lines, which are lists of examples (ids, labels,
-    ...): one each, or with packing several (`in_lines`). The lines of all processes are sorted by length, so that there
-    is little padding, and dealt out in turn. Every process has the same number, since it takes part in every exchange
-    of gradients: one that lacks a line gets one without labels."""
+    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
+    with packing several (`in_lines`). A micro-batch has, with padding, at most as many tokens as batch_size of the
+    longest line, so it holds more of shorter ones. The lines of all processes are sorted by length, so that there is
+    little padding, and dealt out in turn. Every process has the same number, since it takes part in every exchange of
+    gradients: one that lacks a line gets one without labels."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
-    lines.sort(key=line_length)
+    lines.sort(key=line_length, reverse=True)
     while len(lines) % accelerator.num_processes:
         lines.append([without_labels(examples)])
-    local = lines[accelerator.process_index :: accelerator.num_processes]
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+    micro_batches = []
+    width = room = 0  # of the last micro-batch: tokens of its longest line, and tokens that still fit in
+    for begin in range(0, len(lines), accelerator.num_processes):
+        if not micro_batches or room < width:
+            micro_batches.append([])
+            width = line_length(lines[begin])
+            room = batch_size * line_length(lines[0])
+        room -= width
+        micro_batches[-1].append(lines[begin + accelerator.process_index])
+    return micro_batches
 
 
 def without_labels(examples):

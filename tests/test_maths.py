@@ -178,7 +178,8 @@ def test_episodes_by_hand():
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_lines_of_similar_lengths(processes):
-    """Every example once, the same number of lines in each process; a line more has no label."""
+    """Every example once, the same number of lines in each process; a line more has no label. A micro-batch has no more
+    tokens, with padding, than two of the longest, 26, and the next group of lines would not fit in."""
     examples = [([0] * length, [-100] * length, [length]) for length in (5, 2, 11, 3, 7, 13, 4)]
     split = []
     for process in range(processes):
@@ -190,8 +191,9 @@ def test_processes_share_lines_of_similar_lengths(processes):
     assert sorted(places) == [2, 3, 4, 5, 7, 11, 13]
     without_label = [ids for part in lines for [(ids, _, found)] in part if not found]
     assert without_label == [[0, 0]] * (-7 % processes)
-    first = [[len(ids) for [(ids, _, found)] in part if found] for part in split[0]]
-    assert first[:2] == {1: [[2, 3], [4, 5]], 2: [[2, 4], [7, 13]], 3: [[2, 5], [13]]}[processes]
+    first = [[len(ids) for [(ids, _, _)] in part] for part in split[0]]
+    assert first == {1: [[13, 11], [7, 5, 4], [3, 2]], 2: [[13, 7], [4, 2]], 3: [[13, 5], [2]]}[processes]
+    assert len({tuple(map(len, part)) for part in split}) == 1
 
 
 # ---- Learning rate ---------------------------------------------------------------------------------------------------

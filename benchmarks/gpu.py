@@ -1,13 +1,14 @@
 """The scripts on a GPU. Writes a page; gpu.md is that of one H100.
 
-    python benchmarks/gpu.py                  # all of it, to gpu.md
-    python benchmarks/gpu.py --parts decode   # one of: traces again tasks steps decode
+    python benchmarks/gpu.py                                         # all of it, to gpu.md
+    python benchmarks/gpu.py --parts right token update peers --limit 540   # what ten minutes are enough for
 
 traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
 continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
 dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
-decode: tokens per second of our sampler beside `generate` of transformers. --tiny: small sizes for steps and decode,
-which show only that they run. Where git does not know the commit, COMMIT names it.
+right: passes as graphs (common/decoding.py) beside the plain loop. token: milliseconds of both. update: forward and
+backward of a micro-batch. peers: what transformers has for decoding. --tiny: small sizes, which show only that they
+run. Where git does not know the commit, COMMIT names it.
 """
 
 import argparse
@@ -20,7 +21,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -31,6 +35,14 @@ SHAPE = {  # Qwen/Qwen3-0.6B
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048,
 }  # fmt: skip
+SMALL = {  # HuggingFaceTB/SmolLM2-135M
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048,
+}  # fmt: skip
+SHAPES = {"qwen3-0.6b": ("qwen3", SHAPE), "smollm2-135m": ("llama", SMALL)}
+PEAK = 798e12  # product peak that was measured on an H100 in bfloat16
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PADDING = SimpleNamespace(pad_token_id=0)  # what decoding asks a tokenizer for, without stop strings
 TINY = {"vocab_size": 101, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
 PREDICTED = {"sft": 29.9, "dpo": 48.7, "grpo": 32.3, "ppo": 32.3}  # GB, of an update: benchmarks/scaling/README.md
 TOLERANCES = {"float64": 1e-5, "float32": 1e-2}  # relative; float32 only in the first line, as rounding grows
@@ -182,42 +194,201 @@ def steps(args, folder):
         yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
 
-@torch.no_grad()
-def decode(args, folder):
-    from transformers import AutoModelForCausalLM
+def build(args, name):
+    """A model of one of SHAPES with random float32 weights on the device, in evaluation mode, without an end token."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from benchmarks.tasks import randomwalks
+    kind, sizes = SHAPES[name]
+    sizes = sizes | (TINY | {"num_attention_heads": 2, "num_key_value_heads": 1} if args.tiny else {})
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True)
+    lm = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    lm.plain_output = True
+    lm.generation_config.eos_token_id = None
+    return lm
+
+
+def queries_of(rows, width, words):
+    """(queries, lists of ids of different lengths up to `width`, of which the last quarter repeats others)."""
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, words, (rows, width), generator=random).tolist()
+    queries = [row[place % (width // 2) :] for place, row in enumerate(ids)]
+    return queries[: rows - rows // 4] + queries[: rows // 4]
+
+
+@contextmanager
+def graphs(on):
+    """Lets passes of `sample` become graphs."""
+    from common import sampling
+
+    before, sampling.GRAPHS = sampling.GRAPHS, ("cuda",) if on else ()
+    try:
+        yield
+    finally:
+        sampling.GRAPHS = before
+
+
+def autocast(on=True):
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=on and DEVICE.type == "cuda")
+
+
+def timed(function, *inputs, **options):
+    """(seconds of a call until the GPU has done its work, result)"""
+    wait = torch.cuda.synchronize if DEVICE.type == "cuda" else int
+    wait()
+    begin = time.perf_counter()
+    result = function(*inputs, **options)
+    wait()
+    return time.perf_counter() - begin, result
+
+
+@torch.no_grad()
+def right(args, folder):
+    """Whether graphs draw the ids of the plain loop: all in float32; in bfloat16 rounding decides where two are nearly
+    as likely, and the mean log-probability by a pass without a cache is equal."""
+    from common.sampling import sample
+    from common.scoring import line_logprobs
+
+    yield "autocast", "rows that differ", "at first at token", "repeated run equal", "plain, nats a token", "graphs"
+    lm = build(args, "smollm2-135m")
+    rows, tokens = (5, 20) if args.tiny else (32, 400)
+    queries = queries_of(rows, 24, lm.config.vocab_size)
+    uniforms = torch.rand(rows, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    limits = torch.randint(1, tokens + 1, (rows,), generator=torch.Generator().manual_seed(3)).tolist()
+    for cast in (False, True):
+        found = []
+        nats = []
+        for on in (False, True, True):
+            with graphs(on), autocast(cast):
+                found.append(sample(lm, PADDING, queries, uniforms, limits))
+            lines = []
+            for query, ids in zip(queries, found[-1], strict=True):
+                lines.append([([*query, *ids], [-100] * len(query) + ids)])
+            with autocast(cast):
+                nats.append(-line_logprobs(lm, lines)[0].double().mean().item())
+        plain, once, again = found
+        pairs = [(ids, other) for ids, other in zip(plain, once, strict=True) if ids != other]
+        places = [next(t for t, two in enumerate(zip(*pair, strict=True)) if two[0] != two[1]) for pair in pairs]
+        yield cast, len(pairs), min(places, default=""), once == again, f"{nats[0]:.4f}", f"{nats[1]:.4f}"
+
+
+@torch.no_grad()
+def token(args, folder):
+    """Milliseconds of each of 256 tokens behind up to 128 others, by the plain loop and by graphs."""
+    from common import decoding, sampling
+
+    yield "model", "rows", "plain, ms a token", "graphs", "captures", "seconds of a capture", "ms of a replay"
+    captured = []
+
+    def measured(function):
+        seconds, graph = timed(capture, function)
+        captured.append((seconds, timed(lambda: [graph.replay() for _ in range(20)])[0] / 20 * 1e3))
+        return graph
+
+    capture = decoding.capture
+    tokens = 16 if args.tiny else 256
+    for name in SHAPES:
+        lm = build(args, name)
+        for rows in args.rows:
+            if args.left() < 60:
+                return
+            queries = queries_of(rows, 8 if args.tiny else 128, lm.config.vocab_size)
+            uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
+            milliseconds = {}
+            for on in (False, True):
+                with graphs(on), autocast():
+                    sampling.sample(lm, PADDING, queries, uniforms, [8] * rows)  # warms up
+                    seconds, _ = timed(sampling.sample, lm, PADDING, queries, uniforms, [tokens] * rows)
+                milliseconds[on] = seconds / tokens * 1e3
+            captured.clear()
+            decoding.capture = measured
+            with graphs(True), autocast():
+                sampling.sample(lm, PADDING, queries, uniforms, [tokens] * rows)
+            decoding.capture = capture
+            worst = max(captured, default=(float("nan"),) * 2)
+            yield (
+                name,
+                rows,
+                f"{milliseconds[False]:.2f}",
+                f"{milliseconds[True]:.2f}",
+                len(captured),
+                f"{worst[0]:.3f}",
+                f"{worst[1]:.3f}",
+            )
+
+
+def update(args, folder):
+    """Forward and backward of micro-batches of 8 rows of 384 tokens."""
+    from common.scoring import line_logprobs
+
+    yield "side", "ms", "tokens/s", f"fraction of {PEAK / 1e12:.0f} TFLOP/s"
+    lm = build(args, "qwen3-0.6b").train()
+    width = 32 if args.tiny else 384
+    ids = torch.randint(3, lm.config.vocab_size, (8, width)).tolist()
+    lines = [[(row, [-100, *row[1:]])] for row in ids]
+    weights = sum(weight.numel() for weight in lm.parameters())
+
+    def step():
+        with autocast():
+            loss = -line_logprobs(lm, lines)[0].mean()
+        loss.backward()
+
+    for side in ("each casts the weights", "cast once"):
+        with torch.autocast(DEVICE.type, enabled=False) if side == "cast once" else nullcontext():
+            seconds = sorted(timed(step)[0] for _ in range(6))[1]
+        lm.zero_grad()
+        rate = 8 * width / seconds
+        yield side, f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{6 * weights * rate / PEAK:.3f}"
+
+
+@torch.no_grad()
+def peers(args, folder):
+    """transformers' own ways to decode, 64 rows: `generate`, with a static cache and compiled, and continuous batching,
+    beside graphs."""
+    from transformers import GenerationConfig
+
     from common.sampling import sample
 
-    tokenizer = randomwalks.tokenizer()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lm = AutoModelForCausalLM.from_pretrained(save_model(args, folder / "model")).to(device).eval()
-    lm.generation_config.eos_token_id = None
-    width = 8 if args.tiny else 256
-    yield "rows", "ours, tokens/s", "generate, tokens/s", "ratio"
-    for count in args.rows:
-        query = torch.randint(0, 21, (count, width), device=device)
-        mask = torch.ones_like(query)
-        contexts = query.tolist()
-        uniforms = torch.rand(count, width, dtype=torch.float64, device=device)
-        best = [float("inf")] * 2
-        for _ in range(3):  # interleaved; the first one warms up
-            for side in (0, 1):
-                begin = time.monotonic()
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    if side == 0:
-                        sample(lm, tokenizer, contexts, uniforms, [width] * count)
-                    else:
-                        options = {"do_sample": True, "top_k": 0, "min_new_tokens": width, "max_new_tokens": width}
-                        lm.generate(query, attention_mask=mask, **options).cpu()  # waits, as `sample` does
-                best[side] = min(best[side], time.monotonic() - begin)
-        ours, theirs = (count * width / seconds for seconds in best)
-        yield count, f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"
+    yield "side", "ms a token", "tokens/s"
+    lm = build(args, "qwen3-0.6b")
+    rows, width, tokens = (3, 8, 8) if args.tiny else (64, 128, 64)
+    query = torch.randint(3, lm.config.vocab_size, (rows, width))
+    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "pad_token_id": 0}
+
+    def ours():
+        with graphs(True):
+            sample(lm, PADDING, query.tolist(), uniforms, [tokens] * rows)
+
+    def generate(**more):
+        ids = query.to(DEVICE)
+        lm.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=tokens, **options, **more)
+
+    def continuous():
+        from transformers.generation import ContinuousBatchingConfig
+
+        config = GenerationConfig(**options, eos_token_id=-1)
+        memory = ContinuousBatchingConfig(max_memory_percent=0.3)
+        lm.generate_batch(
+            query.tolist(), generation_config=config, continuous_batching_config=memory, progress_bar=False
+        )
+
+    sides = {"ours": ours, "generate": generate}
+    sides |= {"static, compiled": partial(generate, cache_implementation="static"), "continuous batching": continuous}
+    if args.tiny:  # on a CPU these take minutes
+        del sides["static, compiled"], sides["continuous batching"]
+    for side, function in sides.items():
+        if args.left() < 60:
+            return
+        with autocast():
+            function()  # warms up
+            seconds, _ = timed(function)
+        yield side, f"{seconds / tokens * 1e3:.2f}", f"{rows * tokens / seconds:.0f}"
 
 
 # ---- Page ------------------------------------------------------------------------------------------------------------
 
-PARTS = {"traces": traces, "again": again, "tasks": tasks, "steps": steps, "decode": decode}
+PARTS = {part.__name__: part for part in (right, token, update, peers, traces, again, tasks, steps)}
 
 
 def heading():
@@ -234,12 +405,17 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--algos", nargs="+", default="sft reward dpo ilql ppo grpo ddpo".split())
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time of traces and tasks")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="of decode")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 512], help="of token")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no part begins")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"))
     args = parser.parse_args()
+    end = time.monotonic() + args.limit
+    args.left = lambda: end - time.monotonic()
     page = [heading()]
     for part in args.parts:
+        if args.left() < 60:
+            break
         page.append(f"\n## {part}\n")
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -13,7 +13,8 @@ from algos import grpo
 from common.cli import parse
 
 TEXT = (ROOT / "algos/README.md").read_text()
-ENTROPY, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
+DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
+ENTROPY, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS, ENGINE = DIFFS
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -124,6 +125,32 @@ def test_truncated_responses_have_no_advantage(load, run, monkeypatch):
     for (_, _, _, batch, *_), _ in updates:
         assert batch.truncated.any() and not batch.advantages[batch.truncated].any()
         assert batch.advantages[~batch.truncated].any()
+
+
+def test_tokens_of_another_engine_are_weighted(load, run, monkeypatch):
+    """An engine with the probabilities of ours times 5, 1 and a third: weights 0.2, 1 and 2, a token of each kind."""
+    gaps = torch.tensor([5.0, 1.0, 1 / 3]).log()
+
+    def engine(prompt_ids, sample, model):
+        turns = [[(ids, True)] for ids in sample(prompt_ids, range(len(prompt_ids)))]
+        logprobs = []
+        for ids, [(new, _)] in zip(prompt_ids, turns, strict=True):
+            scores = model(torch.tensor([[*ids, *new]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            logprobs.append((scores[range(len(new)), new] + gaps[torch.arange(len(new)) % 3]).tolist())
+        return turns, {"engine_logprobs": logprobs}
+
+    module = load(ENGINE, "grpo")
+    updates = recorded(monkeypatch, module, "update")
+    losses = recorded(monkeypatch, module, "losses")
+    run(module, **GRPO | {"rollout": engine, "kl_coef": 0.0})
+    (_, _, _, batch, *_), _ = updates[0]
+    (_, _, lines, weights, *_), (loss, _) = losses[0]
+    expected = 0.0
+    for [(_, _, places)] in lines:
+        row = batch.rows[places[0]]
+        for number in range(len(places)):
+            expected -= weights[row] * batch.advantages[row] * (0.2, 1.0, 2.0)[number % 3]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_an_entropy_bonus_reaches_episodes_without_an_advantage(load, run, monkeypatch):

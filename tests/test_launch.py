@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,6 +20,8 @@ from common import launch
 from common.cli import InputError
 from common.launch import autocast_type, on_each, on_main, set_threads
 from common.logging import closes_run
+
+PLAIN = SimpleNamespace(no_sync=lambda model: nullcontext(), distributed_type="NO", device=torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +196,34 @@ def test_a_fork_leaves_the_signals_as_they_were():
         assert os.waitpid(child, 0)[1] == 0
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_autocast_casts_a_weight_once_a_step():
+    """It would cast weight and bias anew in each of three forward passes; the gradient stays the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), options=None):
+            self.count += function is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
+            return function(*args, **options or {})
+
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(5, 7)
+    batches = torch.randn(3, 2, 5).unbind()
+    found = []
+    for batches_of_step in (iter(batches), launch.accumulate(PLAIN, layer, batches)):
+        layer.zero_grad()
+        with Casts() as casts:
+            for batch in batches_of_step:
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = layer(batch)
+                output.float().square().sum().backward()
+                assert not torch.is_autocast_enabled("cpu")
+        found.append((casts.count, layer.weight.grad.clone()))
+    (each, plain), (once, gradient) = found
+    assert (each, once) == (6, 2) and gradient.equal(plain)
 
 
 def test_peak_memory():

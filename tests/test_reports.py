@@ -597,7 +597,8 @@ def test_long_parts_in_a_pipe(capsys, monkeypatch):
             screen.advance(64)
         screen.show("optimizer steps", 2)
         clock[0] += 31
-        for _ in accumulate(SimpleNamespace(no_sync=nullcontext, distributed_type="NO"), None, [["a"], ["b"], ["c"]]):
+        plain = {"no_sync": nullcontext, "distributed_type": "NO", "device": torch.device("cpu")}
+        for _ in accumulate(SimpleNamespace(**plain), None, [["a"], ["b"], ["c"]]):
             pass
         screen.stop()
         screen.advance(1)

@@ -3,7 +3,8 @@
 It prints a row of throughput/waits.csv, counted on the pretended device of tests/device.py for a Qwen3 of 28 layers (a
 narrow one: the width does not matter): kernels, waits of the host and copies to the device per token, and the megabytes
 that drawing a token for a row moves, from 151,936 logits in bfloat16; then kernels, waits and copies of a micro-batch
-of an update by GRPO, forward and backward.
+of an update by GRPO, forward and backward; then kernels, waits and copies per token where passes are graphs, each of
+which counts as one kernel.
 """
 
 import subprocess
@@ -15,11 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import device  # noqa: E402
+import graphs  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from algos import grpo  # noqa: E402
-from common import sampling  # noqa: E402
+from common import decoding, sampling  # noqa: E402
 
 ROWS, WORDS, TOKENS = 3, 151936, 64
 
@@ -30,6 +32,25 @@ def counted(function, *args, **options):
         places.clear()
     function(*args, **options)
     return {kind: sum(places.values()) for kind, places in device.counts.items()}
+
+
+class Launch(graphs.Graph):
+    """A graph whose replay is one kernel."""
+
+    def replay(self):
+        before = {kind: places.copy() for kind, places in device.counts.items()}
+        super().replay()
+        for kind, places in device.counts.items():
+            places.clear()
+            places.update(before[kind])
+        device.counts["kernels"]["graph"] += 1
+
+
+def use_graphs():
+    """From now on passes on the pretended device become graphs."""
+    sampling.GRAPHS = (device.DEVICE.type,)
+    decoding.capture = Launch
+    decoding.never_waits = graphs.never_waits
 
 
 def update(lm, queries):
@@ -68,6 +89,9 @@ def main():
     row.append(f"{moved / ROWS / 1e6:.2f}")
     trained = update(lm.train(), queries)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
+    use_graphs()
+    total = counted(sampling.sample, lm.eval(), padding, queries, uniforms, [TOKENS] * ROWS)
+    row += [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
     commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True)
     print(",".join([commit.strip(), *row]))
 

@@ -1,13 +1,14 @@
 """The scripts on a GPU. Writes a page; gpu.md is that of one H100.
 
     python benchmarks/gpu.py                                         # all of it, to gpu.md
-    python benchmarks/gpu.py --parts right token update peers --limit 540   # what ten minutes are enough for
+    python benchmarks/gpu.py --parts right token update kernels peers --limit 540   # for ten minutes of a GPU
 
 traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
 continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
 dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
 right: passes as graphs (common/decoding.py) beside the plain loop. token: milliseconds of both. update: forward and
-backward of a micro-batch. peers: what transformers has for decoding. --tiny: small sizes, which show only that they
+backward of a micro-batch. kernels: both with fewer kernels, which no script has. peers: what transformers has for
+decoding. --tiny: small sizes, which show only that they
 run. Where git does not know the commit, COMMIT names it.
 """
 
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -318,28 +320,82 @@ def token(args, folder):
             )
 
 
-def update(args, folder):
-    """Forward and backward of micro-batches of 8 rows of 384 tokens."""
+def seconds_of_updates(lm, width):
+    """Of the forward and backward pass of a micro-batch of 8 rows: the second best of six."""
     from common.scoring import line_logprobs
 
-    yield "side", "ms", "tokens/s", f"fraction of {PEAK / 1e12:.0f} TFLOP/s"
-    lm = build(args, "qwen3-0.6b").train()
-    width = 32 if args.tiny else 384
     ids = torch.randint(3, lm.config.vocab_size, (8, width)).tolist()
     lines = [[(row, [-100, *row[1:]])] for row in ids]
-    weights = sum(weight.numel() for weight in lm.parameters())
 
     def step():
         with autocast():
             loss = -line_logprobs(lm, lines)[0].mean()
         loss.backward()
 
+    seconds = sorted(timed(step)[0] for _ in range(6))
+    lm.zero_grad()
+    return seconds[1]
+
+
+def update(args, folder):
+    """Micro-batches of 8 rows of 384 tokens."""
+    yield "side", "ms", "tokens/s", f"fraction of {PEAK / 1e12:.0f} TFLOP/s"
+    lm = build(args, "qwen3-0.6b").train()
+    width = 32 if args.tiny else 384
+    weights = sum(weight.numel() for weight in lm.parameters())
     for side in ("each casts the weights", "cast once"):
         with torch.autocast(DEVICE.type, enabled=False) if side == "cast once" else nullcontext():
-            seconds = sorted(timed(step)[0] for _ in range(6))[1]
-        lm.zero_grad()
+            seconds = seconds_of_updates(lm, width)
         rate = 8 * width / seconds
         yield side, f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{6 * weights * rate / PEAK:.3f}"
+
+
+@contextmanager
+def fused_norms(lm):
+    """Torch's RMS norm in place of the model's."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    def norm(self, states):
+        return F.rms_norm(states, self.weight.shape, self.weight, self.variance_epsilon)
+
+    before, Qwen3RMSNorm.forward = Qwen3RMSNorm.forward, norm
+    try:
+        yield
+    finally:
+        Qwen3RMSNorm.forward = before
+
+
+@contextmanager
+def compiled_blocks(lm):
+    for layer in lm.model.layers:
+        layer.compile(dynamic=True)
+    try:
+        yield
+    finally:
+        for layer in lm.model.layers:
+            layer._compiled_call_impl = None
+
+
+def kernels(args, folder):
+    """A token of 64 rows by graphs, and an update of 8 rows of 384 tokens, of the larger model."""
+    from common.sampling import sample
+
+    yield "side", "ms a token", "ms of an update", "seconds of the first of each"
+    lm = build(args, "qwen3-0.6b")
+    rows, tokens, width = (3, 16, 32) if args.tiny else (64, 256, 384)
+    queries = queries_of(rows, 8 if args.tiny else 128, lm.config.vocab_size)
+    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
+    sides = {"as it is": nullcontext, "fused norms": fused_norms, "compiled blocks": compiled_blocks}
+    for side, context in sides.items():
+        if args.left() < 60 or (args.tiny and side == "compiled blocks"):
+            return
+        with context(lm), torch.autocast(DEVICE.type, enabled=False):
+            with graphs(True), autocast(), torch.no_grad():
+                first, _ = timed(sample, lm.eval(), PADDING, queries, uniforms, [tokens] * rows)
+                seconds, _ = timed(sample, lm, PADDING, queries, uniforms, [tokens] * rows)
+            first_updates, _ = timed(seconds_of_updates, lm.train(), width)
+            updates = seconds_of_updates(lm, width)
+        yield side, f"{seconds / tokens * 1e3:.2f}", f"{updates * 1e3:.1f}", f"{first:.1f}, {first_updates:.1f}"
 
 
 @torch.no_grad()
@@ -374,14 +430,16 @@ def peers(args, folder):
             query.tolist(), generation_config=config, continuous_batching_config=memory, progress_bar=False
         )
 
-    sides = {"ours": ours, "generate": generate}
-    sides |= {"static, compiled": partial(generate, cache_implementation="static"), "continuous batching": continuous}
-    if args.tiny:  # on a CPU these take minutes
-        del sides["static, compiled"], sides["continuous batching"]
+    sides = {"ours": ours, "generate": generate, "generate, bfloat16 weights": generate}
+    sides["static and compiled, bfloat16 weights"] = partial(generate, cache_implementation="static")
+    sides["continuous batching, bfloat16 weights"] = continuous
     for side, function in sides.items():
-        if args.left() < 60:
+        if args.left() < 60 or (args.tiny and "weights" in side):  # on a CPU these take minutes
             return
-        with autocast():
+        rounded = "weights" in side  # a static cache has the type of the weights
+        if rounded:
+            lm.bfloat16()
+        with autocast(not rounded):
             function()  # warms up
             seconds, _ = timed(function)
         yield side, f"{seconds / tokens * 1e3:.2f}", f"{rows * tokens / seconds:.0f}"
@@ -389,7 +447,7 @@ def peers(args, folder):
 
 # ---- Page ------------------------------------------------------------------------------------------------------------
 
-PARTS = {part.__name__: part for part in (right, token, update, peers, traces, again, tasks, steps)}
+PARTS = {part.__name__: part for part in (right, token, update, kernels, peers, traces, again, tasks, steps)}
 
 
 def heading():

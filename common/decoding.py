@@ -7,7 +7,7 @@ over a cache that keeps its place can be captured as a graph, which the host lau
 import torch
 from torch.nn import functional as F
 
-GRAPHS = ()  # types of devices whose passes become graphs: "cuda" once benchmarks/gpu.py has compared them there
+GRAPHS = ("cuda",)  # types of devices whose passes become graphs
 ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
 newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
 

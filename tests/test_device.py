@@ -124,12 +124,15 @@ def test_waits_of_decoding(scripts, work, tmp_path):
     assert sum(counts["copies"].values()) <= 5 + 2 * 2, counts["copies"]
 
 
-@pytest.mark.parametrize("parts", ["decode", pytest.param("traces again steps", marks=pytest.mark.slow)])
+NEW = "right token update kernels peers"
+
+
+@pytest.mark.parametrize("parts", [NEW, pytest.param("traces again steps", marks=pytest.mark.slow)])
 def test_the_page_of_a_gpu(parts, tmp_path):
     argv = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--algos", "sft", "--rows", "2", "3"]
     argv += ["--out", "page.md", "--parts", *parts.split()]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     page = (tmp_path / "page.md").read_text()
     assert done.returncode == 0 and page.startswith("# no GPU\n") and "Error" not in page
-    assert page.count("\n| ") == {"decode": 2 + 2, "traces again steps": 2 + 2 + 2 + 1 + 2 + 4}[parts]
+    assert page.count("\n| ") == {NEW: 4 + 6 + 4 + 4 + 4, "traces again steps": 2 + 2 + 2 + 1 + 2 + 4}[parts]
     assert "**no**" not in page

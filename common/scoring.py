@@ -172,20 +172,23 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 def split_lines(accelerator, examples, batch_size, packing=False):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
     with packing several (`in_lines`). A micro-batch has, with padding, at most as many tokens as batch_size of the
-    longest line, so it holds more of shorter ones. The lines of all processes are sorted by length, so that there is
-    little padding, and dealt out in turn. Every process has the same number, since it takes part in every exchange of
-    gradients: one that lacks a line gets one without labels."""
+    longest line, so it holds more of shorter ones; once it is half full, a line of less than 3/4 of its longest begins
+    another one. The lines of all processes are sorted by length, so that there is little padding, and dealt out in
+    turn. Every process has the same number, since it takes part in every exchange of gradients: one that lacks a line
+    gets one without labels."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     lines.sort(key=line_length, reverse=True)
     while len(lines) % accelerator.num_processes:
         lines.append([without_labels(examples)])
+    budget = batch_size * line_length(lines[0]) if lines else 0
     micro_batches = []
     width = room = 0  # of the last micro-batch: tokens of its longest line, and tokens that still fit in
     for begin in range(0, len(lines), accelerator.num_processes):
-        if not micro_batches or room < width:
+        is_much_shorter = line_length(lines[begin]) < 3 / 4 * width
+        if room < width or (is_much_shorter and room <= budget / 2) or not micro_batches:
             micro_batches.append([])
             width = line_length(lines[begin])
-            room = batch_size * line_length(lines[0])
+            room = budget
         room -= width
         micro_batches[-1].append(lines[begin + accelerator.process_index])
     return micro_batches

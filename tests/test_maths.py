@@ -179,7 +179,7 @@ def test_episodes_by_hand():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_lines_of_similar_lengths(processes):
     """Every example once, the same number of lines in each process; a line more has no label. A micro-batch has no more
-    tokens, with padding, than two of the longest, 26, and the next group of lines would not fit in."""
+    tokens, with padding, than two of the longest, 26; with half of them, a line of less than 3/4 of its longest begins another."""
     examples = [([0] * length, [-100] * length, [length]) for length in (5, 2, 11, 3, 7, 13, 4)]
     split = []
     for process in range(processes):
@@ -192,7 +192,7 @@ def test_processes_share_lines_of_similar_lengths(processes):
     without_label = [ids for part in lines for [(ids, _, found)] in part if not found]
     assert without_label == [[0, 0]] * (-7 % processes)
     first = [[len(ids) for [(ids, _, _)] in part] for part in split[0]]
-    assert first == {1: [[13, 11], [7, 5, 4], [3, 2]], 2: [[13, 7], [4, 2]], 3: [[13, 5], [2]]}[processes]
+    assert first == {1: [[13, 11], [7, 5], [4, 3, 2]], 2: [[13], [7, 4], [2]], 3: [[13], [5, 2]]}[processes]
     assert len({tuple(map(len, part)) for part in split}) == 1
 
 

@@ -167,8 +167,8 @@ def peak_memory_mb(device):
 def accumulate(accelerator, model, micro_batches):
     """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
     they do so in each; otherwise every process would keep whole gradients in between."""
-    # Autocast keeps the weights that it has cast until the outermost of its contexts ends: this one, which casts nothing
-    # itself. So the weights are cast once a step.
+    # Autocast keeps the weights that it has cast until the outermost of its contexts ends: this one, which itself casts
+    # nothing. So the weights are cast once a step.
     with torch.autocast(accelerator.device.type, enabled=False):
         for micro_batch in micro_batches:
             exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)

@@ -179,7 +179,8 @@ def test_episodes_by_hand():
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_lines_of_similar_lengths(processes):
     """Every example once, the same number of lines in each process; a line more has no label. A micro-batch has no more
-    tokens, with padding, than two of the longest, 26; with half of them, a line of less than 3/4 of its longest begins another."""
+    tokens, with padding, than two of the longest, 26; after 13, a line of less than 3/4 of its longest begins another.
+    """
     examples = [([0] * length, [-100] * length, [length]) for length in (5, 2, 11, 3, 7, 13, 4)]
     split = []
     for process in range(processes):

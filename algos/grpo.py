@@ -395,7 +395,8 @@ def summary(run, lm, data):
         f"{args.total_episodes} episodes",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
         f"{args.group_size} episodes, then {run.steps_per_iteration} optimizer steps of {args.batch_size}: "
-        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} per forward pass)",
+        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
+        "once)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

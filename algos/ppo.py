@@ -547,7 +547,7 @@ def summary(run, policy, data):
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.steps_per_iteration} "
         f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} per process, "
-        f"{args.micro_batch_size} per forward pass)",
+        f"{args.micro_batch_size} of the longest at once)",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

@@ -343,8 +343,8 @@ def update(args, folder):
     lm = build(args, "qwen3-0.6b").train()
     width = 32 if args.tiny else 384
     weights = sum(weight.numel() for weight in lm.parameters())
-    for side in ("each casts the weights", "cast once"):
-        with torch.autocast(DEVICE.type, enabled=False) if side == "cast once" else nullcontext():
+    for side in ("each casts the weights", "they are cast already"):
+        with torch.autocast(DEVICE.type, enabled=False) if side == "they are cast already" else nullcontext():
             seconds = seconds_of_updates(lm, width)
         rate = 8 * width / seconds
         yield side, f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{6 * weights * rate / PEAK:.3f}"

@@ -4,20 +4,24 @@ On a GPU the host launches some 1,600 kernels for a token, which takes several t
 over a cache that keeps its place can be captured as a graph, which the host launches as one.
 """
 
+import contextlib
+
 import torch
 from torch.nn import functional as F
 
 GRAPHS = ("cuda",)  # types of devices whose passes become graphs
 ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
 newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
+capture_stream = None  # of all captures: memory that one stream has freed serves no other
 
 
 class Step:
     """Passes of one token per row, in tensors that keep shape and place until `fit`. The first pass of a shape is an
-    ordinary one, the second becomes a graph, and later ones replay it. A model that makes the host wait within a pass,
-    which no graph can hold, goes on without."""
+    ordinary one, the second becomes a graph, and later ones replay it. A model that makes the host wait within its
+    first pass of all, which no graph can hold, goes on without (`makes_host_wait`)."""
 
-    def __init__(self, model, cache, attention, last_position, longest):
+    def __init__(self, model, cache, rows, attention, last_position, longest):
+        """cache: of different contexts; rows (b,): which of them each row has."""
         self.model = model
         self.cache = cache
         self.attention = attention  # (b, C), 1 where a token is; C: tokens that there is room for
@@ -26,23 +30,26 @@ class Step:
         self.num_read = attention.shape[1]
         self.longest = longest
         self.place = torch.full((1,), self.num_read - 1, device=attention.device)  # of the newest token in the cache
-        fix_layers(cache, self.place, self.num_read)
-        self.waits = False
+        fix_layers(cache, rows, self.place, self.num_read)
         self.fit()
 
     def fit(self, rows=None):
         """Keeps these rows, or makes room for more tokens. The next pass has another shape."""
-        room = 0
         if rows is None:
             room = min(ROOM, self.longest - self.num_read)
             room += -(self.num_read + room) % 16  # attention would copy a mask of another width in every layer
-            rows = slice(None)
-        self.attention = F.pad(self.attention[rows], (0, room))
-        self.positions = self.positions[rows].clone()
-        self.last_position = self.last_position[rows]
+            self.attention = F.pad(self.attention, (0, room))
+            for layer in self.cache.layers:
+                layer.keys = F.pad(layer.keys, (0, 0, 0, room))
+                layer.values = F.pad(layer.values, (0, 0, 0, room))
+        else:
+            self.attention = self.attention[rows]
+            self.positions = self.positions[rows]
+            self.last_position = self.last_position[rows]
+            for layer in self.cache.layers:
+                layer.keys = layer.keys[rows]
+                layer.values = layer.values[rows]
         self.tokens = torch.zeros_like(self.positions)
-        for layer in self.cache.layers:
-            layer.keys, layer.values = (F.pad(states[rows], (0, 0, 0, room)) for states in (layer.keys, layer.values))
         self.graph = None
         self.is_new = True
 
@@ -56,15 +63,17 @@ class Step:
         self.positions.copy_(self.positions.minimum(self.last_position))
         self.attention.index_fill_(1, self.place, 1)
         self.tokens.copy_(newest[:, None])
-        if self.graph is None and not (self.is_new or self.waits):
+        waits = getattr(self.model, "makes_host_wait", None)
+        if self.graph is None and waits is False and not self.is_new:
             self.graph = capture(self.forward)
         if self.graph is not None:
             self.graph.replay()
-        elif self.waits:
+        elif waits is None:
+            self.model.makes_host_wait = not never_waits(self.forward)
+            if self.model.makes_host_wait:
+                self.forward()  # again, from the beginning: it writes the same to the same place
+        else:
             self.forward()
-        elif not never_waits(self.forward):
-            self.waits = True
-            self.forward()  # again, from the beginning: it writes the same to the same place
         self.is_new = False
         return self.logits
 
@@ -75,9 +84,9 @@ class Step:
         ).logits[:, -1]  # fmt: skip
 
 
-def fix_layers(cache, place, length):
+def fix_layers(cache, rows, place, length):
     """Makes layers of a cache whose states keep their place: that of the newest token is `place` (1,), which they
-    share. length: tokens that were read."""
+    share. rows (b,): which states each row takes. length: tokens that were read."""
     from transformers.cache_utils import DynamicLayer
 
     class FixedLayer(DynamicLayer):
@@ -101,11 +110,14 @@ def fix_layers(cache, place, length):
         vars(fixed).update(vars(layer))
         fixed.is_sliding = layer.is_sliding
         dtype = layer.keys.dtype
-        if torch.is_autocast_enabled(place.device.type):
+        if torch.is_autocast_enabled(place.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(place.device.type)  # to which attention casts them
         forgotten = length - layer.keys.shape[2]  # by a window
-        fixed.keys = F.pad(layer.keys.to(dtype), (0, 0, forgotten, 0))
-        fixed.values = F.pad(layer.values.to(dtype), (0, 0, forgotten, 0))
+        for name in ("keys", "values"):
+            states = getattr(layer, name).to(dtype)[rows]
+            if forgotten:
+                states = F.pad(states, (0, 0, forgotten, 0))
+            setattr(fixed, name, states)
         cache.layers[number] = fixed
 
 
@@ -123,13 +135,14 @@ def is_plain(model, cache):
         and config._attn_implementation in ("sdpa", "eager")
         and "chunked_attention" not in (getattr(config, "layer_types", None) or ())
         and not type(model).__module__.startswith("transformers_modules")  # remote code may count in Python
-        and not isinstance(model, FSDPModule)
+        and not any(isinstance(module, FSDPModule) for module in model.modules())
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
 def never_waits(function):
-    """Calls a function of the GPU. Whether the host did not wait in it; at the first wait it ends."""
+    """Calls a function of the GPU. Whether the host did not wait in it; at the first wait it ends. Meanwhile a wait of
+    any other thread is an error, too."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -145,17 +158,23 @@ def never_waits(function):
 
 def capture(function):
     """What a function does on the GPU, as a graph that is still to be replayed."""
-    global newest_graph
-    graph = torch.cuda.CUDAGraph()  # torch.cuda.graph would first return all free memory to the driver
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    global newest_graph, capture_stream
+    capture_stream = capture_stream or torch.cuda.Stream()
+    free, total = torch.cuda.mem_get_info()
+    if free < total / 8:  # within a capture, torch does not return what it has cached to the driver, to take it anew
+        torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()  # torch.cuda.graph would always do that
+    capture_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(capture_stream):
         # thread_local: what another thread does on the GPU may go on
         graph.capture_begin(newest_graph and newest_graph.pool(), "thread_local")
         try:
             function()
-        finally:
-            graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it is no longer the cause
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(capture_stream)
     newest_graph = graph
     return graph

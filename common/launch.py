@@ -168,10 +168,13 @@ def accumulate(accelerator, model, micro_batches):
     """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
     they do so in each; otherwise every process would keep whole gradients in between."""
     # Autocast keeps the weights that it has cast until the outermost of its contexts ends: this one, which itself casts
-    # nothing. So the weights are cast once a step.
+    # nothing. So the weights are cast once a step, unless the backward pass recomputes.
     with torch.autocast(accelerator.device.type, enabled=False):
         for micro_batch in micro_batches:
             exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
+            if exchanges and accelerator.num_processes > 1:
+                # gradients of casts that are older than the micro-batch come last: nothing would be exchanged before
+                torch.clear_autocast_cache()
             with nullcontext() if exchanges else accelerator.no_sync(model):
                 yield micro_batch
             screen.advance(1 / len(micro_batches))

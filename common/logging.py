@@ -74,6 +74,7 @@ def closes_run(main):
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         screen.start()
         screen.show("loading libraries")
         try:

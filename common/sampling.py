@@ -219,10 +219,10 @@ class Decoder:
         output = self.forward(self.tokens[firsts], self.attention[firsts], self.last_position[firsts])
         self.cache = reordered_cache(output)
         numbers = torch.tensor(numbers, device=self.tokens.device)
-        if self.cache is not None and len(firsts) < len(numbers):
-            self.cache.reorder_cache(numbers)
         if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
-            self.step = Step(self.model, self.cache, self.attention, self.last_position, self.most_tokens)
+            self.step = Step(self.model, self.cache, numbers, self.attention, self.last_position, self.most_tokens)
+        elif self.cache is not None and len(firsts) < len(numbers):
+            self.cache.reorder_cache(numbers)
         return output.logits[:, -1][numbers]
 
     def read(self, newest):

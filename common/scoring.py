@@ -171,7 +171,7 @@ def score_all(accelerator, episodes, micro_batch_size, score):
 
 def split_lines(accelerator, examples, batch_size, packing=False):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
-    with packing several (`in_lines`). A micro-batch has, with padding, at most as many tokens as batch_size of the
+    with packing several (`in_lines`). A micro-batch of a decoder has, padded, no more tokens than batch_size of the
     longest line, so it holds more of shorter ones; once it is half full, a line of less than 3/4 of its longest begins
     another one. The lines of all processes are sorted by length, so that there is little padding, and dealt out in
     turn. Every process has the same number, since it takes part in every exchange of gradients: one that lacks a line
@@ -197,7 +197,7 @@ def split_lines(accelerator, examples, batch_size, packing=False):
 def without_labels(examples):
     """A short example (ids, labels, places) that adds nothing."""
     ids, *_ = examples[0]
-    return ids[:2], [-100, -100], []
+    return ids[:2], [-100] * len(ids[:2]), []
 
 
 def pair_length(pair):

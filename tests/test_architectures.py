@@ -17,11 +17,13 @@ import torch
 import transformers as tf
 from helpers import log, recorded
 from test_models import IDS, more_vowels, reload
+from torch.distributed.fsdp import FSDPModule
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
+from common import decoding
 from common.cli import InputError, OptimizerArgs, from_task
 from common.model import can_pack, classifier_logits, load_model, max_positions, reads_padding, routers
 from common.sampling import sample
@@ -311,6 +313,29 @@ def test_passes_as_graphs_draw_the_ids_of_the_plain_loop(family, folder, attenti
         assert bool(captured) == (family not in PLAIN_LOOP)
         if captured:
             assert sum(graph.num_replays for graph in captured) >= 3, name
+
+
+def test_graphs_of_float64_weights_under_autocast(build_model, letters, monkeypatch):
+    """Autocast leaves them alone, so the cache must be float64, too."""
+    lm = build_model().double()
+    draws = torch.rand(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    call = (lm, letters, queries_of([4, 4, 2]), draws, [20, 11, 17])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = sample(*call)
+        captured = graphs.use(monkeypatch)
+        assert sample(*call) == expected and captured
+
+
+@pytest.mark.parametrize("model", [ppo.PolicyWithValue, ilql.PolicyWithQ])
+def test_shards_in_a_model_with_heads_take_the_plain_loop(build_model, model):
+    """FSDP2 makes a class of its own of each module that it shards; the language model is not one of them."""
+    lm = build_model()
+    policy = model(lm, "mlp", "normal") if model is ppo.PolicyWithValue else model(lm, True)
+    [cache] = [lm(torch.tensor([[3, 4]]), use_cache=True).past_key_values]
+    assert decoding.is_plain(policy.lm, cache)
+    block = lm.transformer.h[0]
+    block.__class__ = type("Sharded", (FSDPModule, type(block)), {})
+    assert not decoding.is_plain(policy.lm, cache)
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ from common.cli import InputError
 from common.launch import autocast_type, on_each, on_main, set_threads
 from common.logging import closes_run
 
-PLAIN = SimpleNamespace(no_sync=lambda model: nullcontext(), distributed_type="NO", device=torch.device("cpu"))
+PLAIN = SimpleNamespace(
+    no_sync=lambda model: nullcontext(), distributed_type="NO", device=torch.device("cpu"), num_processes=1
+)
 
 
 @pytest.fixture(autouse=True)

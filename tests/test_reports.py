@@ -79,11 +79,11 @@ SUMMARY = {
     "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
 data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
-6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
+6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
 data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
-6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 per forward pass)""",
+6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
 data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \
 median 9; return 0.2754 +- 0.3122, scaled to 0 +- 1
@@ -597,7 +597,7 @@ def test_long_parts_in_a_pipe(capsys, monkeypatch):
             screen.advance(64)
         screen.show("optimizer steps", 2)
         clock[0] += 31
-        plain = {"no_sync": nullcontext, "distributed_type": "NO", "device": torch.device("cpu")}
+        plain = {"no_sync": nullcontext, "distributed_type": "NO", "device": torch.device("cpu"), "num_processes": 1}
         for _ in accumulate(SimpleNamespace(**plain), None, [["a"], ["b"], ["c"]]):
             pass
         screen.stop()

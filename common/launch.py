@@ -205,7 +205,7 @@ def reduce_sums(accelerator, sums):
 # ---- Between processes -----------------------------------------------------------------------------------------------
 
 
-shared_errors = []  # ids of errors that every process has got, and that are none of the model: the newest
+shared_errors = []  # the newest error that every process has got, if it is none of the model
 
 
 def on_main(accelerator, function, *args):
@@ -242,5 +242,5 @@ def on_each(accelerator, function, *args):
         error = InputError(found[0][0])
     shared_errors.clear()
     if not any(of_model for _, of_model in found):
-        shared_errors.append(id(error))
+        shared_errors.append(error)
     raise error

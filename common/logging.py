@@ -83,7 +83,7 @@ def closes_run(main):
             for run in _open[depth:]:
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
-            is_users = id(error) in shared_errors
+            is_users = error in shared_errors
             if isinstance(error, RuntimeError) and not is_users and any(word in str(error) for word in words):
                 raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
@@ -423,7 +423,7 @@ class Run:
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
         processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
-        if self.dir and self.stepped and id(error) in shared_errors:
+        if self.dir and self.stepped and error in shared_errors:
             with contextlib.suppress(InputError):
                 self._save()
         newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)

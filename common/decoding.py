@@ -4,8 +4,6 @@ On a GPU the host launches some 1,600 kernels for a token, which takes several t
 over a cache that keeps its place can be captured as a graph, which the host launches as one.
 """
 
-import contextlib
-
 import torch
 from torch.nn import functional as F
 
@@ -39,16 +37,14 @@ class Step:
             room = min(ROOM, self.longest - self.num_read)
             room += -(self.num_read + room) % 16  # attention would copy a mask of another width in every layer
             self.attention = F.pad(self.attention, (0, room))
-            for layer in self.cache.layers:
-                layer.keys = F.pad(layer.keys, (0, 0, 0, room))
-                layer.values = F.pad(layer.values, (0, 0, 0, room))
         else:
             self.attention = self.attention[rows]
             self.positions = self.positions[rows]
             self.last_position = self.last_position[rows]
-            for layer in self.cache.layers:
-                layer.keys = layer.keys[rows]
-                layer.values = layer.values[rows]
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                states = getattr(layer, name)
+                setattr(layer, name, states[rows] if rows is not None else F.pad(states, (0, 0, 0, room)))
         self.tokens = torch.zeros_like(self.positions)
         self.graph = None
         self.is_new = True
@@ -68,12 +64,11 @@ class Step:
             self.graph = capture(self.forward)
         if self.graph is not None:
             self.graph.replay()
-        elif waits is None:
-            self.model.makes_host_wait = not never_waits(self.forward)
-            if self.model.makes_host_wait:
-                self.forward()  # again, from the beginning: it writes the same to the same place
+        elif waits is None and never_waits(self.forward):
+            self.model.makes_host_wait = False
         else:
-            self.forward()
+            self.model.makes_host_wait = waits is not False
+            self.forward()  # where it has waited again, from the beginning: it writes the same to the same place
         self.is_new = False
         return self.logits
 
@@ -141,8 +136,7 @@ def is_plain(model, cache):
 
 
 def never_waits(function):
-    """Calls a function of the GPU. Whether the host did not wait in it; at the first wait it ends. Meanwhile a wait of
-    any other thread is an error, too."""
+    """Calls a function of the GPU. Whether the host, in any of its threads, did not wait; at the first wait it ends."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -168,12 +162,7 @@ def capture(function):
     with torch.cuda.stream(capture_stream):
         # thread_local: what another thread does on the GPU may go on
         graph.capture_begin(newest_graph and newest_graph.pool(), "thread_local")
-        try:
-            function()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # it is no longer the cause
-                graph.capture_end()
-            raise
+        function()
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(capture_stream)
     newest_graph = graph

@@ -361,8 +361,8 @@ class OptimizerArgs:
     batch_size: Count = 64
     """Rows per optimizer step, over all processes."""
     micro_batch_size: Count = 8
-    """Rows per process and forward pass. Changes memory and speed, never the result. sft.py, ppo.py and grpo.py take
-    more rows where these are shorter, up to as many tokens as so many of the longest have."""
+    """Rows per process and forward pass; where lines are scored one by one, more shorter ones, up to as many tokens as
+    so many of the longest have. Changes memory and speed, never the result."""
 
     def learning_rate(self, step, total_steps):
         """The rate of optimizer step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then

@@ -68,7 +68,7 @@ class Step:
             self.model.makes_host_wait = False
         else:
             self.model.makes_host_wait = waits is not False
-            self.forward()  # where it has waited again, from the beginning: it writes the same to the same place
+            self.forward()  # once more if it has waited: it writes the same to the same place
         self.is_new = False
         return self.logits
 

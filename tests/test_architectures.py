@@ -326,6 +326,19 @@ def test_graphs_of_float64_weights_under_autocast(build_model, letters, monkeypa
         assert sample(*call) == expected and captured
 
 
+def test_a_model_that_makes_the_host_wait_takes_no_graphs(build_model, letters, monkeypatch):
+    """It is asked in its first pass, and not again by the next call."""
+    lm = build_model().double()
+    draws = torch.rand(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    call = (lm, letters, queries_of([4, 3, 2]), draws, [20, 11, 17])
+    expected = sample(*call)
+    lm.register_forward_pre_hook(lambda lm, inputs: print(torch.ones(1).sum().item()))
+    captured = graphs.use(monkeypatch)
+    assert sample(*call) == expected and not captured and lm.makes_host_wait
+    monkeypatch.delattr(decoding, "never_waits")
+    assert sample(*call) == expected and not captured
+
+
 @pytest.mark.parametrize("model", [ppo.PolicyWithValue, ilql.PolicyWithQ])
 def test_shards_in_a_model_with_heads_take_the_plain_loop(build_model, model):
     """FSDP2 makes a class of its own of each module that it shards; the language model is not one of them."""

@@ -8,6 +8,7 @@ the group takes the place of a value function.
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
     geometric mean of the ratios of a response             GSPO Eq. 7         sequence_means
+    -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4        cispo_loss
 
 By flags:
 
@@ -17,8 +18,12 @@ By flags:
                                                      --batch-size 32
     GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
                                                      --kl-coef 0 --batch-size 128
+    CISPO     Chen et al. 2025, arXiv 2506.13585     --policy-loss cispo --cliprange 1 --cliprange-high 4
+                                                     --loss-mean token --kl-coef 0 --batch-size 32
+    MaxRL     Tajwar et al. 2026, arXiv 2602.02710   --advantage-kind maxrl --kl-coef 0
+    distillation, Agarwal et al. 2023, 2306.13649    --ref-model TEACHER --kl-coef 1 --unbiased-kl, without --reward
 
-With the default --rollout-batch-size 512 these are 16 and 4 optimizer steps an iteration, as in the papers. With one
+With the default --rollout-batch-size 512, DAPO and CISPO take 16 optimizer steps an iteration, and GSPO 4. With one
 step the ratio is 1: then clip ranges do not matter, nor does --ratio-level without --unbiased-kl.
 DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
 takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
@@ -54,13 +59,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, build, cli
+from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, summed
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, line_logprobs, score_all
+from common.scoring import Episodes, line_logprobs, score_all, token_entropies
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -70,22 +75,30 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --datase
 class Args(RolloutArgs):
     """Group relative policy optimisation of a language model."""
 
+    required = TextArgs.required
+
     # ---- algorithm
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
-    classifier (with :label if it has several) or of a LoRA adapter for one."""
+    classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
+    trained (algos/README.md, "Distillation")."""
     rollout_batch_size: Count = 512
     """Episodes per iteration, over all processes: --group-size for each prompt."""
     group_size: Count = 8
     """Responses per prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
     """Passes over the episodes of an iteration (mu of Algorithm 1; Shao et al. 2024: 1)."""
-    advantage_kind: Literal["std", "batch", "mean", "loo"] = "std"
+    advantage_kind: Literal["std", "batch", "mean", "loo", "maxrl"] = "std"
     """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); batch: divided
     by the deviation of all scores of the iteration instead (TRL: scale_rewards='batch'); mean: minus the mean (Dr.
     GRPO); loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
-    through --adam-eps, --max-grad-norm and the KL."""
+    through --adam-eps, --max-grad-norm and the KL. maxrl: minus the mean, divided by the mean, for scores of 0 and 1:
+    the gradient is that of the log-probability of a right response (MaxRL)."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """clip: the ratio times the advantage, whose gradient is 0 where the ratio has left the clip range (GRPO Eq. 3);
+    cispo: the log-probability times the clipped ratio, which has no gradient (CISPO Eq. 4; no lower limit: --cliprange
+    1)."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
     smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
@@ -122,6 +135,8 @@ class Args(RolloutArgs):
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 
     def problems(self):
+        if self.reward is None and self.ref_model is None:
+            yield "--reward is missing: --help says what it takes"
         if self.group_size == 1:
             yield "--group-size 1 must be at least 2: a response is compared with the others in its group"
         if self.rollout_batch_size % max(1, self.group_size):
@@ -140,7 +155,8 @@ def group_advantages(scores, group_size, kind):
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
     TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu
-    et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024). Zero in a group of equal scores.
+    et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024); maxrl: (r - mean) / mean (Tajwar
+    et al. 2026), which turns round where a mean is negative: InputError. Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -150,6 +166,10 @@ def group_advantages(scores, group_size, kind):
         advantages = advantages / (scores.std() + 1e-4)
     elif kind == "loo":
         advantages = advantages * (group_size / (group_size - 1))
+    elif kind == "maxrl":
+        if scores.min() < 0:
+            raise InputError("--advantage-kind maxrl divides by the mean score of a group: no score may be negative")
+        advantages = advantages / groups.mean(1, keepdim=True)
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")
     advantages[groups.amax(1) == groups.amin(1)] = 0.0  # rounding of the mean would leave a tiny advantage
@@ -161,6 +181,13 @@ def grpo_loss(log_ratio, advantages, cliprange, cliprange_high):
     broadcast. Source: Shao et al. 2024, Eq. 3; two ranges: DAPO, Sec. 3.1."""
     ratio = log_ratio.exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high))
+
+
+def cispo_loss(logprobs, log_ratio, advantages, cliprange, cliprange_high):
+    """-A weight logprobs, weight = clip(exp(log_ratio), 1 - cliprange, 1 + cliprange_high) without a gradient, so that
+    no token loses its own; unreduced, shapes that broadcast. Source: MiniMax-M1, Chen et al. 2025, Eq. 4 and 5."""
+    weight = log_ratio.detach().exp().clamp(1 - cliprange, 1 + cliprange_high)
+    return -advantages * weight * logprobs
 
 
 def sequence_means(log_ratio, lengths):
@@ -193,6 +220,11 @@ def token_weights(lengths, loss_mean, max_new_tokens):
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
+
+
+def no_reward(outputs, **columns):
+    """In place of a --reward that is left out."""
+    return [0.0] * len(outputs)
 
 
 @dataclass
@@ -287,11 +319,12 @@ def losses(model, batch, lines, weights, counts, args):
     """(loss, metrics): this micro-batch's share of the step's loss, in float64 as advantages and weights are, and its
     shares of the iteration's means.
 
-    weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences" and
-    "tokens" with an advantage the means of the iteration are over. policy/clipfrac counts tokens whose gradient the
-    clip removes. policy/nll is of groups with different scores only, so it is no measure of the entropy.
+    weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
+    "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
+    gradient the clip removes. policy/entropy is, without a KL, of groups with different scores only.
     """
-    new_logprobs, _, _ = line_logprobs(model, lines, args.temperature)  # (n,), as all that follow
+    measured = torch.no_grad()(token_entropies)
+    new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, measured)  # (n,), as all that follow
     places = batch.places(lines)
     rows = batch.rows[places]
     advantages = batch.advantages[rows]
@@ -305,7 +338,10 @@ def losses(model, batch, lines, weights, counts, args):
     if args.ratio_level == "sequence":
         log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
-    pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+    if args.policy_loss == "clip":
+        pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+    else:
+        pg = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
     # a term besides these needs the episodes without an advantage, which `minibatches` leaves out if there is no KL
     loss = (weights * pg).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
@@ -319,7 +355,8 @@ def losses(model, batch, lines, weights, counts, args):
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
-    if counts["tokens"] == 0:
+        metrics["policy/entropy"] = entropies.double().sum() / counts["tokens"]
+    if counts["with an advantage"] == 0:
         return loss, metrics
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -327,10 +364,12 @@ def losses(model, batch, lines, weights, counts, args):
             "policy/approxkl": log_ratio.square() / 2,
             "policy/clipfrac": torch.where(advantages > 0, ratio > 1 + cliprange_high, ratio < 1 - args.cliprange),
             "policy/ratio": ratio,
-            "policy/nll": -logprobs,
         }
+        if not args.kl_coef:
+            terms["policy/entropy"] = entropies
         for name, term in terms.items():
-            metrics[name] = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64) / counts["tokens"]
+            total = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64)
+            metrics[name] = total / counts["with an advantage"]
     return loss, metrics
 
 
@@ -343,7 +382,8 @@ def update(run, model, optimizer, batch, args):
     counts = {
         "steps": args.steps_per_iteration,
         "sequences": args.rollout_batch_size * args.ppo_epochs,
-        "tokens": with_advantage * args.ppo_epochs,
+        "tokens": len(batch.rows) * args.ppo_epochs,
+        "with an advantage": with_advantage * args.ppo_epochs,
     }
     step = run.step - args.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
@@ -390,9 +430,9 @@ def summary(run, lm, data):
     lines = [
         f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
         data.description,
-        f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, ratios "
-        f"by {args.ratio_level}, loss mean by {args.loss_mean}, {args.max_new_tokens} new tokens, "
-        f"{args.total_episodes} episodes",
+        f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, "
+        f"policy loss {args.policy_loss}, ratios by {args.ratio_level}, loss mean by {args.loss_mean}, "
+        f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes",
         f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
         f"{args.group_size} episodes, then {run.steps_per_iteration} optimizer steps of {args.batch_size}: "
         f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
@@ -419,7 +459,7 @@ def main(args):
     # first what the flags name, because a function of the user may start processes, before there is an Accelerator
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
-    data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
+    data = read_prompts(args.dataset, args.eval_dataset, args.reward or no_reward, args.metric, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -433,8 +473,8 @@ def main(args):
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]
-    headline = "objective/scores"
-    if args.eval_every:
+    headline = "objective/scores" if args.reward else "objective/kl"
+    if args.reward and args.eval_every:
         headline = data.headline
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration)
@@ -464,7 +504,7 @@ def main(args):
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
         run.lap("update")
         num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
-        if num_equal == 5 or iteration == num_equal == 1:
+        if args.reward and (num_equal == 5 or iteration == num_equal == 1):
             run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)

@@ -53,7 +53,7 @@ from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, in_float32, line_logprobs, score_all
+from common.scoring import Episodes, in_float32, line_logprobs, score_all, token_entropies
 from common.seeding import rng
 
 HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
@@ -244,11 +244,6 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
     shape. Source: Schulman et al. 2017, Eq. 7."""
     ratio = (new_logprobs - logprobs).exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange))
-
-
-def token_entropies(logits, ids):
-    """(N,) entropies of softmax(logits), logits (N, V): for `also` of `line_logprobs`."""
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
 def value_loss(new_values, values, returns, cliprange_value):

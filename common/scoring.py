@@ -29,6 +29,11 @@ def token_nll(logits, labels):
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
 
+def token_entropies(logits, labels):
+    """(n,) entropies of softmax(logits), logits (n, V): for `also` of `line_logprobs`."""
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
 def line_logprobs(model, lines, temperature=1.0, also=None):
     """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, as `token_logprobs` computes
     them, line by line. A line is a list of examples (ids, labels, ...); a label is the id itself, or -100.

@@ -13,6 +13,7 @@ from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
+from common.cli import InputError
 from common.model import load_model
 from common.sampling import Responses
 
@@ -57,6 +58,20 @@ def test_advantages_by_hand():
     close(grpo.group_advantages(scores, 4, "std"), expected)
     close(grpo.group_advantages(scores, 4, "mean"), [-2, -1, 0, 3, -0.5, 0.5, 0.5, -0.5])
     close(grpo.group_advantages(scores, 4, "loo"), [1 - 11 / 3, 2 - 10 / 3, 0, 6 - 2, -2 / 3, 2 / 3, 2 / 3, -2 / 3])
+    close(grpo.group_advantages(scores, 4, "maxrl"), [-2 / 3, -1 / 3, 0, 1, -1, 1, 1, -1])
+
+
+def test_maxrl_is_the_gradient_of_the_log_of_the_mean_score():
+    """The mean of a right response's score gradients is that of log mean(r pi / sg pi), less a baseline for all."""
+    scores = tensor(0, 1, 0, 0, 1)
+    logprobs = random(5).requires_grad_()
+    likelihood = (scores * (logprobs - logprobs.detach()).exp()).mean().log()
+    likelihood.backward()
+    advantages = grpo.group_advantages(scores, 5, "maxrl")
+    close(advantages / 5, logprobs.grad - 1 / 5)
+    assert not grpo.group_advantages(torch.zeros(5), 5, "maxrl").any()
+    with pytest.raises(InputError, match="no score may be negative"):
+        grpo.group_advantages(scores - 0.5, 5, "maxrl")
 
 
 @pytest.mark.parametrize("kind", ["std", "batch", "mean", "loo"])
@@ -82,6 +97,39 @@ def test_loss_by_hand():
     close(loss, [-2.6, -2.5, -1.0, 3.0, 1.6, 1.6, -3.0, 3.0])
     loss.sum().backward()
     close(new.grad, [0.0, -2.5, -1.0, 3.0, 0.0, 0.0, -3.0, 3.0])
+
+
+def test_cispo_by_hand():
+    """Every token keeps the gradient of its log-probability, times a ratio of at most 1.25 and at least 0.5."""
+    ratio = tensor(1.5, 1.0, 0.25, 1.5, 0.75)
+    advantages = tensor(2, 2, 2, -2, -2)
+    new = (ratio.log() - 1.5).requires_grad_()
+    loss = grpo.cispo_loss(new, new + 1.5, advantages, 0.5, 0.25)
+    weights = tensor(1.25, 1.0, 0.5, 1.25, 0.75)
+    close(loss, -advantages * weights * (ratio.log() - 1.5))
+    loss.sum().backward()
+    close(new.grad, [-2.5, -2.0, -1.0, 2.5, 1.5])
+
+
+def test_distillation_has_the_gradient_of_the_reverse_kl():
+    """Of a sampled token it is log pi - log pi_teacher times that of log pi, at ratio 1; in the mean over the tokens
+    that may be sampled it is that of KL(policy || teacher), for which TRL 1.16's DistillationTrainer has the numbers
+    below (`_chunked_divergence_loss` with beta 1 and temperature 0.7, in float32)."""
+    student = tensor(*[[1.5 * math.sin(1.3 * v + 2.1 * k) for v in range(5)] for k in range(3)]).requires_grad_()
+    teacher = tensor(*[[1.1 * math.cos(0.7 * v + 1.9 * k) for v in range(5)] for k in range(3)]) / 0.7
+    new = (student / 0.7).log_softmax(-1)
+    ref = teacher.log_softmax(-1)
+    kl = grpo.kl_k3(new, ref) * (new - new.detach()).exp()  # as losses has it with --unbiased-kl
+    [of_tokens] = torch.autograd.grad(kl.sum(), new, retain_graph=True)
+    close(of_tokens, (new - ref).detach(), 1e-12)
+    (new.detach().exp() * kl).sum(-1).mean().backward()
+    trl = tensor(
+        [-0.084737688303, 0.0760686993599, 0.0261597633362, -0.0114966789261, -0.00599410384893],
+        [0.0875622183084, -0.0231668781489, -0.0103320283815, -0.0290427096188, -0.0250207185745],
+        [-0.00568677671254, -0.012860882096, -0.000427292310633, 0.0910735875368, -0.07209867239],
+    )
+    close(student.grad, trl, 1e-6)
+    assert (new.exp() * (new - ref)).sum(-1).mean().item() == pytest.approx(0.3082631230354309, rel=1e-6)
 
 
 def test_sequence_means_are_the_slow_definition():
@@ -117,7 +165,8 @@ def test_weights_by_hand():
 # but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
 # micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
 # loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
-# the log-probabilities of the 17 tokens. use_bias_correction_kl was off, but on in the rows of UNBIASED.
+# the log-probabilities of the 17 tokens. use_bias_correction_kl was off, but on in the rows of UNBIASED. The weights of
+# cispo are at most 1.3 and 1.2, TRL's epsilon_high, and at least 0.
 GOLDEN = [
     ("grpo", "token", 0.2, None, 0.0, "sequence", -0.3476186936090015, [
         0.0, 0.124230265942, 0.0, -0.0296215011985, -0.0228549580379, 0.0, -0.0219718301191, 0.0, 0.0501375711905,
@@ -138,6 +187,16 @@ GOLDEN = [
         -0.00216052458538, 0.0779691813713, 0.0802495339224, -0.02584022728, -0.0280311988374, -0.0277184595852,
         -0.025627151767, 0.0355685990724, 0.0365883899678, 0.0366778866746, 0.0358769794641, 0.0348199910737,
         0.0358006319687, 0.0366592859629, -0.117860900471, -0.120254813074, -0.121841021272,
+    ]),
+    ("cispo", "token", 1.0, 0.3, 0.0, "token", -0.12705478943384213, [
+        -0.114705882353, 0.0573529411765, 0.0291936879938, -0.0348488249394, -0.026888185927, -0.0362682947061,
+        -0.0258492119048, 0.0569262483117, 0.0955882352941, 0.0588902139972, 0.0955882352941, 0.0610366493662,
+        0.0955882352941, 0.0633647456626, -0.0750179551365, -0.152941176471, -0.0751864470138,
+    ]),
+    ("cispo", "token", 1.0, 0.2, 0.1, "token", -0.10490063303406753, [
+        -0.10747097396, 0.0521305220393, 0.0317364931964, -0.0343125648883, -0.0327959598684, -0.0402820702584,
+        -0.0246862591685, 0.0535766406579, 0.0901346101903, 0.0612501748842, 0.0864729384797, 0.0538339123074,
+        0.0860799734301, 0.0656289675924, -0.0731363819572, -0.144575586975, -0.0820845520721,
     ]),
 ]  # fmt: skip
 
@@ -175,9 +234,13 @@ def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     batch.logprobs = OLD[MASK]
     batch.ref_logprobs = REF[MASK]
     column = new[MASK]
-    monkeypatch.setattr(grpo, "line_logprobs", lambda model, lines, _: (column[batch.places(lines)], None, None))
+    monkeypatch.setattr(
+        grpo,
+        "line_logprobs",
+        lambda model, lines, *_: (column[batch.places(lines)], None, column.detach()[batch.places(lines)]),
+    )
     token_weights = grpo.token_weights(batch.lengths(), args.loss_mean, args.max_new_tokens)
-    counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS)}
+    counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS), "with an advantage": sum(LENGTHS)}
     loss = 0.0
     sums = defaultdict(float)
     for rows in ([3, 0], [4, 1, 2]):
@@ -190,9 +253,10 @@ def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
 
 @pytest.mark.parametrize("golden", GOLDEN + UNBIASED, ids=lambda golden: "-".join(map(str, golden[:5])))
 def test_losses_are_those_of_trl(monkeypatch, golden):
-    _, level, low, high, beta, loss_mean, value, gradient = golden
+    kind, level, low, high, beta, loss_mean, value, gradient = golden
     flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
     flags["unbiased_kl"] = golden in UNBIASED
+    flags["policy_loss"] = "cispo" if kind == "cispo" else "clip"
     new = NEW.clone().requires_grad_()
     loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, **flags))
     assert loss.item() == pytest.approx(value, rel=1e-9)
@@ -275,6 +339,11 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
             found.append(logits[len(queries[row]) - 1 + t].log_softmax(-1)[token])
         return torch.stack(found)
 
+    @torch.no_grad()
+    def entropies_of(lm, row):
+        logits = lm(torch.tensor([queries[row] + responses[row]])).logits[0].double() / 0.7
+        return torch.distributions.Categorical(logits=logits[len(queries[row]) - 1 : -1]).entropy().tolist()
+
     with torch.no_grad():
         old = [logprobs_of(model, row) for row in range(21)]
         reference = [logprobs_of(ref, row) for row in range(21)]
@@ -283,11 +352,14 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     for epoch in range(2):
         order = seeding.rng(1, "minibatches", 1, epoch).permutation(21)
         steps += [order[:7], order[7:14], order[14:]]
+    entropies = []  # of tokens, in all steps
     for number, rows in enumerate(steps):
         total_length = sum(len(responses[row]) for row in rows)
         loss = 0.0
         for row in rows:
             new = logprobs_of(model, row)
+            if beta or advantages[row]:
+                entropies += entropies_of(model, row)
             length = len(new)
             log_ratio = new - old[row]
             if level == "sequence":
@@ -310,9 +382,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-8)
     kls = [(a - b).sum().item() for a, b in zip(old, reference, strict=True)]
     assert metrics.get("objective/kl", 0) == pytest.approx(sum(kls) / 21 if beta else 0, rel=1e-9)
-    entropies = [-old[row].sum().item() for row in range(21) if advantages[row]]
-    tokens = sum(len(responses[row]) for row in range(21) if advantages[row])
-    assert metrics["policy/nll"] == pytest.approx(sum(entropies) / tokens, rel=1e-9)
+    assert metrics["policy/entropy"] == pytest.approx(np.mean(entropies), rel=1e-9)
     assert metrics["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-9)
     assert metrics["objective/scores_std"] == pytest.approx(np.std(scores), rel=1e-9)
     assert metrics["policy/clipfrac"] > 0.05
@@ -375,6 +445,20 @@ def test_equal_scores_are_told_again(gpt2_dir, tmp_path, capsys):
     run_grpo(gpt2_dir, tmp_path / "run", reward=reward, total_episodes=21 * 9)
     out = capsys.readouterr().out
     assert len(calls) == 9 and out.count("have had equal scores") == out.count(grpo.ALL_EQUAL.format(3)) == 1
+
+
+def test_without_a_reward_the_reference_is_the_teacher(gpt2_dir, tiny_dirs, tmp_path, capsys):
+    """Nothing is said of equal groups, no model is the best, and the KL falls."""
+    flags = {"reward": None, "ref_model": tiny_dirs["llama"], "kl_coef": 1.0, "unbiased_kl": True, "eval_every": 1}
+    metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", total_episodes=21 * 4, **flags)
+    first, *_, last = (record["objective/kl"] for record in log(run_dir) if "objective/kl" in record)
+    assert 0 < last < 0.9 * first
+    assert metrics["groups/equal"] == 1 and metrics["policy/entropy"] > 0
+    out = capsys.readouterr().out
+    assert "equal scores" not in out and "objective/kl" in out.splitlines()[-1] + out
+    assert not (run_dir / "hf_model_best").exists()
+    with pytest.raises(InputError, match="--reward is missing"):
+        args_of(reward=None)
 
 
 def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):

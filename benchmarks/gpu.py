@@ -77,7 +77,9 @@ def records(path):
 def differences(found, expected):
     """Yields (relative difference, name) of the numbers in both of two records. A value that is not finite is a 0."""
     for name, value in expected.items():
-        if isinstance(value, float) and name in found and name != "rewards/accuracies":  # of dpo: rounding decides the first one
+        if not isinstance(value, float) or name not in found:
+            continue
+        if name != "rewards/accuracies":  # of dpo: rounding decides the first one
             yield abs((found[name] or 0.0) - value) / max(abs(value), 1e-3), name
 
 

@@ -13,8 +13,10 @@ versions.
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +112,8 @@ def table(name):
         heads.insert(5, "gain in deviations")
     if claim.scores:
         heads.insert(2, "score")
+    if claim.samples:
+        heads.append("peak GB")
     return markdown(heads, [table_row(name, variant, runs) for variant, runs in shown(name).items()])
 
 
@@ -130,8 +134,11 @@ def table_row(name, variant, runs):
         last_values = [history(records, key)[-1] for records in runs.values() if history(records, key)]
         cells.append(average(last_values) if last_values else "-")
     last_step, _ = points(next(iter(runs.values())), score)[-1]
-    seconds = [float(run["seconds"]) for run in stored_runs(name) if run["variant"] == variant]
-    return [*cells, f"{last_step:.0f}", f"{mean(seconds):.0f}"]
+    stored = [run for run in stored_runs(name) if run["variant"] == variant]
+    cells += [f"{last_step:.0f}", f"{mean(float(run['seconds']) for run in stored):.0f}"]
+    if claim.samples:
+        cells.append(f"{max(float(run['memory_mb']) for run in stored) / 1000:.1f}")
+    return cells
 
 
 def results(name):
@@ -159,7 +166,20 @@ def results(name):
         f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
         *same_steps(name),
         *rounding(name),
+        *before_and_after(name),
     ]
+
+
+def before_and_after(name):
+    """Lines with what was sampled for held-out prompts at the start and at the end of a run, for claims that keep it."""
+    file = claim_path(name) / "samples.csv"
+    if not CLAIMS[name].samples:
+        return []
+    rows = []
+    for row in read_csv(file):
+        rows.append([cell.replace("|", "\\|") for cell in row.values()])
+    first = "Samples of seed 1, for the first held-out prompts, before and after:"
+    return ["", first, "", *markdown(["variant", "prompt", "before", "after"], rows)]
 
 
 def same_steps(name):
@@ -433,9 +453,41 @@ def collect(name, run_dirs):
         if kept:
             rows[variant, int(seed)] = collect_run(name, variant, int(seed), run_dir, kept)
             records.setdefault(variant, {})[int(seed)] = kept
+            if CLAIMS[name].samples and int(seed) == 1:
+                collect_samples(name, variant, run_dir)
     write_curves(claim_path(name) / "curves.csv", "variant", records)
     sorted_rows = [rows[key] for key in sorted(rows)]
-    write_csv(claim_path(name) / "runs.csv", list(sorted_rows[0]), sorted_rows)
+    columns = dict.fromkeys(itertools.chain(*sorted_rows))  # older rows have no memory
+    write_csv(claim_path(name) / "runs.csv", list(columns), sorted_rows)
+
+
+def collect_samples(name, variant, run_dir):
+    """Stores the first samples of the first and the last evaluation of a run; of ilql those of the largest beta. A run
+    that samples nothing has none."""
+    samples = read_jsonl(run_dir / "samples.jsonl") if (run_dir / "samples.jsonl").exists() else []
+    beta = max((sample.get("beta", 0) for sample in samples), default=0)
+    last = max((sample["step"] for sample in samples), default=0)
+    texts = {}  # {(step, prompt): output}
+    for sample in samples:
+        if sample.get("beta", 0) == beta:
+            texts.setdefault((sample["step"], sample["prompt"]), sample["output"])
+    prompts = [prompt for step, prompt in texts if step == 0][: CLAIMS[name].samples]
+    file = claim_path(name) / "samples.csv"
+    rows = [row for row in read_csv(file) if row["variant"] != variant] if file.exists() else []
+    for prompt in prompts:
+        row = {"variant": variant, "prompt": last_line(prompt)}
+        rows.append(row | {"before": repr(texts[0, prompt])[1:-1], "after": repr(texts[last, prompt])[1:-1]})
+    write_csv(file, ["variant", "prompt", "before", "after"], sorted(rows, key=lambda row: row["variant"]))
+
+
+def last_line(prompt):
+    """The last line of a prompt, of a chat its last message.
+
+    >>> last_line("<|im_start|>user\\nWhy?<|im_end|>\\n<|im_start|>assistant\\n")
+    'Why?'
+    """
+    text = re.sub(r"<\|im_end\|>|<\|im_start\|>\w*", "", prompt)
+    return text.strip().splitlines()[-1]
 
 
 def collect_run(name, variant, seed, run_dir, kept):
@@ -459,6 +511,7 @@ def collect_run(name, variant, seed, run_dir, kept):
         "torch": env["versions"]["torch"],
         "transformers": env["versions"]["transformers"],
         "seconds": f"{perf[-1]['time'] - perf[0]['time']:.1f}",
+        "memory_mb": f"{max(record.get('perf/peak_memory_mb', 0) for record in perf):.0f}",
         "last": values[-1],
         "best": max(values),
         "command": env["command"].removeprefix("python ").replace(str(ROOT) + "/", ""),
@@ -503,12 +556,26 @@ def kept_records(name, variant, run_dir):
     keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]
     if claim.images:
         keys.append(f"{claim.score}_std")
+    if claim.samples:
+        keys.append("seconds")
+    seconds = training_seconds(run_dir)
     records = []
     for record in by_step(read_jsonl(run_dir / "metrics.jsonl")):
+        record["seconds"] = seconds.get(record["step"], 0.0)
         records.append({key: record[key] for key in keys if record.get(key) is not None})
     if not history(records, claim.score_of(variant)):
         return None
     return [record for record in records if record is records[-1] or record.keys() & set(shown)]
+
+
+def training_seconds(run_dir):
+    """{step: seconds of the rollouts and updates up to it}, without evaluations."""
+    seconds = {}
+    total = 0.0
+    for record in read_jsonl(run_dir / "perf.jsonl"):
+        total += record.get("perf/seconds_rollout", 0.0) + record.get("perf/seconds_update", 0.0)
+        seconds[record.get("step")] = total
+    return seconds
 
 
 def main():

@@ -18,6 +18,7 @@ class Claim:
     axis: str = "step"  # the x axis: what counts the progress of a run, 0 where a record lacks it
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
+    samples: int = 0  # prompts of which the page shows what is sampled before and after
 
     def score_of(self, variant):
         return self.scores.get(variant.removesuffix(TWIN), self.score)
@@ -28,6 +29,7 @@ class Claim:
 TWIN = "-other-cpu"
 PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
 KLS = ["0", "0.05", "0.2"]
+GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
 
 CLAIMS = {
     "sft-randomwalks": Claim(
@@ -184,6 +186,55 @@ CLAIMS = {
         groups={
             title: {f"KL coefficient {kl}": f"pairs-{pairs}-kl-{kl}" for kl in KLS} for pairs, title in PAIRS.items()
         },
+    ),
+    "smollm2-answers": Claim(
+        title="GRPO on SmolLM2-135M-Instruct: sums in text, and questions in chats with LoRA adapters",
+        score="eval/reward",
+        lines={"all right 1.0": 1.0},
+        bars=[
+            ("sums", "eval/reward", "last", ">=", 0.75, 3),
+            ("colors", "eval/reward", "last", ">=", 0.75, 3),
+        ],
+        table={
+            "eval/first_number": "first number right",
+            "eval/format": "written as asked",
+            "objective/kl": "KL to the start",
+        },
+        axis="episode",
+        panels=["eval/reward", "eval/format"],
+        samples=3,
+    ),
+    "smollm2-reviews": Claim(
+        title="Reviews of films by SmolLM2-135M-Instruct: the sentiment of what it writes, by every script for text",
+        score="eval/sentiment",
+        lines={},
+        bars=[
+            ("sft", "eval/sentiment", "last", ">=", 0.3, 3),
+            ("ppo", "eval/sentiment", "last", ">=", 0.5, 3),
+            ("ppo", "eval/distinct", "last", ">=", 0.2, 3),
+            ("reward", "eval/accuracy", "last", ">=", 0.7, 3),
+            ("ppo-learned", "eval/sentiment", "last", ">=", 0.3, 3),
+            ("dpo", "eval/sentiment", "last", ">=", 0.3, 3),
+            ("ilql", "eval/sentiment@beta=4", "last", ">=", 0.2, 3),
+        ],
+        table={
+            "eval/distinct": "different words",
+            "eval/repeated": "repeated words",
+            "objective/kl": "KL to the start",
+            "eval/reward": "reward",
+        },
+        scores={"reward": "eval/accuracy", "ilql": "eval/sentiment@beta=4"},
+        panels=["eval/sentiment", "eval/distinct"],
+        samples=3,
+    ),
+    "smollm2-adapters": Claim(
+        title="LoRA adapters and full training of SmolLM2-135M-Instruct: learning rates",
+        score="eval/accuracy",
+        lines={},
+        bars=[],
+        table={"eval/loss": "held-out loss"},
+        scores={f"grpo-{name}": "eval/reward" for name in GRPO_RATES},
+        panels=["eval/accuracy"],
     ),
     "ppo-randomwalks": Claim(
         title="PPO on random walks comes close to the optimum; a strong KL penalty brings it back to the data's level",

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.claims import TWIN
 
 ROOT = Path(__file__).resolve().parents[1]
-AXES = {"step": "optimizer step", "episode": "episodes"}
+AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of training"}
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from test_rows import TOOLS, build_tokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check, seeds, tables
-from benchmarks.tasks import arithmetic, calculator, randomwalks, shapes
+from benchmarks.tasks import arithmetic, calculator, pretrained, randomwalks, shapes
 from common import logging as run_logging
 from common.cli import parse
 from common.data import encode_prompts, pair_texts, row_segments
@@ -145,7 +145,22 @@ def test_the_set_ups_of_readme_are_run_as_they_stand():
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
-MODULES = [arithmetic, calculator, randomwalks, shapes, ddpo, dpo, grpo, ilql, ppo, reward, sft, check, run_logging]
+MODULES = [
+    arithmetic,
+    calculator,
+    pretrained,
+    randomwalks,
+    shapes,
+    ddpo,
+    dpo,
+    grpo,
+    ilql,
+    ppo,
+    reward,
+    sft,
+    check,
+    run_logging,
+]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

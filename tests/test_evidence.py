@@ -86,6 +86,23 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     assert (rows[11]["last"], rows[11]["seconds"], rows[11]["commit"]) == ("0.123456789", "7.0", "c")
 
 
+def test_samples_of_a_claim(tmp_path, monkeypatch):
+    """Of the first and the last step, of ilql with the largest beta; a variant's rows replace those before."""
+    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    name = next(name for name, claim in CLAIMS.items() if claim.samples)
+    run = fake_run(tmp_path / "ilql-seed1", [0.1, 0.2], seconds=7)
+    chat = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
+    rows = []
+    for step, beta, output in (0, 0, "a"), (0, 4, "b"), (5, 0, "c"), (5, 4, "d|\n"):
+        rows.append({"step": step, "beta": beta, "prompt": chat, "output": output})
+    write(run / "samples.jsonl", rows)
+    for _ in range(2):
+        check.collect_samples(name, "ilql", run)
+    [row] = tables.read_csv(tmp_path / "samples.csv")
+    assert row == {"variant": "ilql", "prompt": "How?", "before": "b", "after": "d|\\n"}
+    assert check.before_and_after(name)[-1] == "| ilql | How? | b | d\\|\\n |"
+
+
 def test_paired_interval_by_hand():
     """Differences 1, 2, 3, 6: mean 3, deviation sqrt(14 / 3), half width 3.182 sqrt(14 / 3) / 2."""
     center, half_width = regression.paired_interval([1, 2, 3, 6])

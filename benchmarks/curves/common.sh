@@ -14,6 +14,10 @@ chosen() { [[ " ${VARIANTS:-$1} " == *" $1 "* ]]; }
 
 missing() { [ -n "${DRY:-}" ] || [ ! -e "$1" ]; }
 
+slim() {  # variant. Removes what a finished run of a large model no longer needs: some 2 GB.
+    if chosen "$1"; then run rm -rf "$out/$1-seed$seed/checkpoints" "$out/$1-seed$seed/hf_model_best"; fi
+}
+
 train() {  # variant, script, flags. A run that is finished is not repeated, one that was stopped goes on.
     if chosen "$1"; then
         run python "algos/$2.py" --seed "$seed" --threads 1 --run-dir "$out/$1-seed$seed" --resume auto "${@:3}"

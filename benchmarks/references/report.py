@@ -1,6 +1,9 @@
 """Our scripts and the trainers that people come from, on the same task: tables and figures of the stored curves.
 
 `check.py --write` rebuilds them, and `check.py` fails where README.md or a figure does not follow from the curves.
+What smollm2.py has written is stored, each directory's name ending with its seed, by
+
+    python benchmarks/references/report.py smollm2-grpo DIRECTORY-seed1 DIRECTORY-seed2 DIRECTORY-seed3
 """
 
 import hashlib
@@ -24,7 +27,7 @@ class Reference:
     title: str
     claim: str
     variant: str
-    axis: str  # what counts the progress: "step", "episode"
+    axis: str  # what counts the progress: "step", "episode", "seconds"
     level: float  # the table says when the mean curve reaches it
     also: dict = field(default_factory=dict)  # further columns, of the last evaluation: metric -> heading
 
@@ -37,6 +40,7 @@ ILLEGAL = {"eval/illegal": "illegal walks"}
 AGREEMENT = {"eval/agreement": "agreement"}
 CALLS = {"eval/calls": "calls"}
 CHAIN = "chain-randomwalks"
+REVIEWS = "smollm2-reviews"
 REFERENCES = {
     "sft": Reference("SFT on random walks", "sft-randomwalks", "default", "step", 0.25, ILLEGAL),
     "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),
@@ -44,6 +48,10 @@ REFERENCES = {
     "calculator": Reference("GRPO with a calculator", "grpo-calculator", "default", "episode", 0.9, CALLS),
     "reward": Reference("Reward model on pairs of random walks", CHAIN, "reward-base", "step", 0.9),
     "dpo": Reference("DPO on pairs of random walks", CHAIN, "dpo-base", "step", 0.9, ILLEGAL),
+    "smollm2-grpo": Reference("SmolLM2, GRPO on sums", "smollm2-answers", "sums", "seconds", 0.7),
+    "smollm2-sft": Reference("SmolLM2, SFT on reviews", REVIEWS, "sft", "seconds", 0.3),
+    "smollm2-reward": Reference("SmolLM2, reward model of reviews", REVIEWS, "reward", "seconds", 0.7),
+    "smollm2-dpo": Reference("SmolLM2, DPO on pairs of reviews", REVIEWS, "dpo", "seconds", 0.3),
     "ddpo": Reference("DDPO on shapes, compressibility", "ddpo-shapes", "default", "step", -1.05, AGREEMENT),
 }
 
@@ -69,7 +77,8 @@ def table(name):
     """A row a system: first and last score, and when the mean over seeds reaches the level."""
     reference = REFERENCES[name]
     heads = ["system", "seeds", "first", "last", "best", *reference.also.values()]
-    heads += [f"{reference.axis}s", f"{reference.axis}s to {reference.level:g}"]
+    unit = f"{reference.axis.removesuffix('s')}s"
+    heads += [unit, f"{unit} to {reference.level:g}"]
     rows = []
     for system, seeds in curves(name).items():
         scores = [tables.history(records, reference.score) for records in seeds.values()]
@@ -115,3 +124,16 @@ def problems():
     for name in REFERENCES:
         if Image.open(HERE / f"curves/{name}.png").text.get("data") != digest(name):
             yield f"benchmarks/references: the figure of {name} does not show its curves"
+
+
+def main(name, run_dirs):
+    """Stores the curves of TRL's runs."""
+    runs = {}
+    for run_dir in run_dirs:
+        seed = int(run_dir.rpartition("-seed")[2])
+        runs[seed] = tables.read_jsonl(Path(run_dir) / "metrics.jsonl")
+    tables.write_curves(HERE / f"curves/{name}.csv", "system", {"trl": runs})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -26,6 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import paired
 from benchmarks.claims import CLAIMS, SUMMARY, TWIN
 from benchmarks.planted import planted
 from benchmarks.references import report as references
@@ -153,7 +154,9 @@ def results(name):
         seeds = f"at least {count} of {len(variants[variant])} seeds"
         bars.append(f"- `{variant}`: {which} `{key}` {sign} {bar} in {seeds}")
     score = "Scores" if claim.scores else claim.score
+    differences = [*paired.table(name), ""] if claim.pairs else []
     return [
+        *differences,
         f"{score}, mean over seeds with its 95 % bootstrap interval, or ± standard deviation of a seed where there "
         "are fewer than five; seconds are wall-clock without start-up:",
         "",
@@ -171,7 +174,7 @@ def results(name):
 
 
 def before_and_after(name):
-    """Lines with what was sampled for held-out prompts at the start and at the end of a run, for claims that keep it."""
+    """Lines with samples for held-out prompts at the start and at the end of a run, for claims that keep them."""
     file = claim_path(name) / "samples.csv"
     if not CLAIMS[name].samples:
         return []
@@ -247,11 +250,15 @@ def data_digest(name):
     files = [claim_path(name) / "images" / file for file in claim.images.values()]
     images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     data = [figure_data(name), images, claim.title, claim.lines, claim.over, claim.groups]
+    if claim.pairs:
+        data.append(claim.pairs)
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def draw_figure(name):
     claim = CLAIMS[name]
+    if claim.pairs:
+        return paired.draw(name, data_digest(name))
     figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
     save_figure(figure, claim_path(name) / "curve.png", 90, data_digest(name))
@@ -511,6 +518,7 @@ def collect_run(name, variant, seed, run_dir, kept):
         "torch": env["versions"]["torch"],
         "transformers": env["versions"]["transformers"],
         "seconds": f"{perf[-1]['time'] - perf[0]['time']:.1f}",
+        "tokens": sampled_tokens(run_dir),
         "memory_mb": f"{max(record.get('perf/peak_memory_mb', 0) for record in perf):.0f}",
         "last": values[-1],
         "best": max(values),
@@ -566,6 +574,13 @@ def kept_records(name, variant, run_dir):
     if not history(records, claim.score_of(variant)):
         return None
     return [record for record in records if record is records[-1] or record.keys() & set(shown)]
+
+
+def sampled_tokens(run_dir):
+    """Million tokens of responses that a run has trained on; 0 without rollouts."""
+    [size] = re.findall(r"^rollout_batch_size: (\d+)", (run_dir / "config.yaml").read_text(), flags=re.M) or [0]
+    lengths = [record.get("tokens/responses_len", 0) for record in read_jsonl(run_dir / "metrics.jsonl")]
+    return f"{int(size) * sum(lengths) / 1e6:.3f}"
 
 
 def training_seconds(run_dir):

@@ -18,6 +18,7 @@ class Claim:
     axis: str = "step"  # the x axis: what counts the progress of a run, 0 where a record lacks it
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
+    pairs: dict = field(default_factory=dict)  # variant -> the one that it is compared with, seed by seed
     samples: int = 0  # prompts of which the page shows what is sampled before and after
 
     def score_of(self, variant):

@@ -23,7 +23,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,12 +32,9 @@ from benchmarks.claims import CLAIMS
 from benchmarks.compare import read_records
 from benchmarks.gpu import differences
 from benchmarks.seeds import commands, run_dirs_of
-from benchmarks.tables import ROOT, history, markdown, read_csv, read_jsonl, shown, write_csv
+from benchmarks.tables import ROOT, history, markdown, paired_interval, read_csv, read_jsonl, shown, write_csv
 
 MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which every optimizer step enlarges
-# Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also
-# stands for more seeds, whose intervals come out a little too wide.
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 
 
 def checkout(commit):
@@ -130,14 +127,6 @@ def summaries(run_dir, score):
         "mean of the curve": mean(values),
         "seconds": times[-1] - times[0],
     }
-
-
-def paired_interval(differences):
-    """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
-    if len(differences) < 2:
-        return differences[0], math.nan
-    quantile = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    return mean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
 
 
 def verdict(center, half_width):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -11,6 +12,9 @@ import numpy as np
 from benchmarks.claims import TWIN
 
 ROOT = Path(__file__).resolve().parents[1]
+# Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also
+# stands for more seeds, whose intervals come out a little too wide.
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
 AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of training"}
 
 
@@ -119,6 +123,14 @@ def average(values):
     elif len(values) > 1:
         text += f" ± {stdev(values):.3f}"
     return text
+
+
+def paired_interval(differences):
+    """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
+    if len(differences) < 2:
+        return differences[0], math.nan
+    quantile = T_975[min(len(differences) - 1, len(T_975)) - 1]
+    return mean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
 
 
 def interval(values):

@@ -1,0 +1,92 @@
+"""Variants of a claim compared seed by seed. Two runs with one seed see the same prompts, the same uniforms and the
+same evaluations, so much of what chance does to one it does to the other, and the difference varies less."""
+
+import math
+from statistics import median, stdev
+
+from benchmarks.claims import CLAIMS
+from benchmarks.tables import claim_path, curves, history, markdown, paired_interval, save_figure, stored_runs
+
+HEADS = {"level": "at the end", "area": "mean of the curve", "tokens": "million tokens", "seconds": "seconds"}
+SCORES = ("level", "area")
+
+
+def measures(name):
+    """{level, area, tokens or seconds: {(variant, seed): number}} of the runs of a claim. area: the mean of the score
+    over the evaluations, which are equally far apart."""
+    found = {measure: {} for measure in HEADS}
+    for variant, runs in curves(name).items():
+        for seed, records in runs.items():
+            values = history(records, CLAIMS[name].score_of(variant))
+            found["level"][variant, seed] = values[-1]
+            found["area"][variant, seed] = sum(values) / len(values)
+    for run in stored_runs(name):
+        for measure in ("tokens", "seconds"):
+            found[measure][run["variant"], int(run["seed"])] = float(run[measure])
+    return found
+
+
+def pairs(values, variant, base):
+    """[(number of the variant, number of its base)] of the seeds that both have."""
+    seeds = sorted(seed for name, seed in values if name == variant and (base, seed) in values)
+    return [(values[variant, seed], values[base, seed]) for seed in seeds]
+
+
+def differences(values, variant, base):
+    return [ours - theirs for ours, theirs in pairs(values, variant, base)]
+
+
+def spreads(values, variant, base):
+    """Standard deviations of a difference between two runs: of the same seed, and of independent ones."""
+    ours, theirs = zip(*pairs(values, variant, base), strict=True)
+    return stdev(differences(values, variant, base)), math.hypot(stdev(ours), stdev(theirs))
+
+
+def table(name):
+    """Lines: a table of the differences with their intervals, and how much pairing has shrunk their spread."""
+    found = measures(name)
+    rows = []
+    ratios = {measure: [] for measure in SCORES}
+    for variant, base in CLAIMS[name].pairs.items():
+        cells = [f"`{variant}`", f"`{base}`"]
+        for measure in HEADS:
+            center, half_width = paired_interval(differences(found[measure], variant, base))
+            digits = 1 if measure == "seconds" else 3
+            cells.append(f"{center:+.{digits}f} ± {half_width:.{digits}f}")
+        for measure in SCORES:
+            paired, unpaired = spreads(found[measure], variant, base)
+            ratios[measure].append(paired / unpaired)
+            cells.append(f"{paired:.4f}, {unpaired:.4f}")
+        rows.append(cells)
+    heads = ["variant", "minus", *HEADS.values(), *(f"spread {HEADS[measure]}" for measure in SCORES)]
+    shares = " and ".join(f"{median(ratios[measure]):.2f} {HEADS[measure]}" for measure in SCORES)
+    return [
+        "Paired differences, their mean over seeds with its 95 % interval (Student's t), and the standard deviation of "
+        "a difference between runs of one seed and, for comparison, of independent seeds:",
+        "",
+        *markdown(heads, rows),
+        "",
+        f"Pairing leaves of the spread, in the median over the rows: {shares}.",
+    ]
+
+
+def draw(name, data):
+    """The differences with their intervals; a panel for the end and one for the mean of the curve."""
+    from matplotlib.figure import Figure
+
+    claim = CLAIMS[name]
+    found = measures(name)
+    labels = [f"{variant} - {base.partition('-')[2] or base}" for variant, base in claim.pairs.items()]
+    figure = Figure(figsize=(10, 1 + 0.25 * len(labels)), layout="constrained")
+    for axes, measure in zip(figure.subplots(1, 2, sharey=True), SCORES, strict=True):
+        for place, (variant, base) in enumerate(claim.pairs.items()):
+            values = differences(found[measure], variant, base)
+            center, half_width = paired_interval(values)
+            axes.plot(values, [place] * len(values), ".", color="lightgray")
+            axes.errorbar(center, place, xerr=half_width, fmt="o", color="C0", capsize=3, markersize=4)
+        axes.axvline(0, color="gray", linewidth=1)
+        axes.set_xlabel(f"difference of {claim.score}, {HEADS[measure]}")
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    figure.suptitle(claim.title, fontsize=10)
+    save_figure(figure, claim_path(name) / "curve.png", 90, data)

@@ -508,7 +508,7 @@ def collect_run(name, variant, seed, run_dir, kept):
         for file, grid in {f"{variant}-first.png": grids[0], f"{variant}-last.png": grids[-1]}.items():
             if file in claim.images.values():
                 first_four(grid).save(claim_path(name) / "images" / file, optimize=True)
-    return {
+    row = {
         "variant": variant,
         "seed": seed,
         "commit": commit_of(env),
@@ -518,12 +518,14 @@ def collect_run(name, variant, seed, run_dir, kept):
         "torch": env["versions"]["torch"],
         "transformers": env["versions"]["transformers"],
         "seconds": f"{perf[-1]['time'] - perf[0]['time']:.1f}",
-        "tokens": sampled_tokens(run_dir),
         "memory_mb": f"{max(record.get('perf/peak_memory_mb', 0) for record in perf):.0f}",
         "last": values[-1],
         "best": max(values),
         "command": env["command"].removeprefix("python ").replace(str(ROOT) + "/", ""),
     }
+    if claim.pairs:
+        row["tokens"] = sampled_tokens(run_dir)
+    return row
 
 
 def first_four(grid, rows=12, columns=8, size=32):

@@ -6,12 +6,13 @@ import math
 import os
 import subprocess
 import sys
+from statistics import stdev
 
 import pytest
 from harness import ROOT
 from helpers import write
 
-from benchmarks import check, regression, seeds, tables
+from benchmarks import check, paired, regression, seeds, tables
 from benchmarks.claims import CLAIMS, TWIN
 
 
@@ -105,9 +106,35 @@ def test_samples_of_a_claim(tmp_path, monkeypatch):
 
 def test_paired_interval_by_hand():
     """Differences 1, 2, 3, 6: mean 3, deviation sqrt(14 / 3), half width 3.182 sqrt(14 / 3) / 2."""
-    center, half_width = regression.paired_interval([1, 2, 3, 6])
+    center, half_width = tables.paired_interval([1, 2, 3, 6])
     assert center == 3
     assert half_width == pytest.approx(3.182 * math.sqrt(14 / 3) / 2)
+
+
+def test_variants_are_compared_seed_by_seed(monkeypatch):
+    """At the end 1, 2 and 3 more than the others of the same seeds, on average 0, 0.5 and 1. A fourth seed has no other."""
+    name = "grpo-variants"
+    variant, base = next(iter(CLAIMS[name].pairs.items()))
+    monkeypatch.setattr(CLAIMS[name], "pairs", {variant: base})
+    ends = {base: [10, 30, 20], variant: [11, 32, 23, 50]}
+    found = {}
+    runs = []
+    for who, values in ends.items():
+        found[who] = {}
+        for seed, end in enumerate(values, 1):
+            first = 1 if who == base else 0
+            found[who][seed] = [{"step": 0, "eval/accuracy": first}, {"step": 5, "eval/accuracy": end}]
+            runs.append({"variant": who, "seed": str(seed), "tokens": "0.5", "seconds": str(end)})
+    monkeypatch.setattr(paired, "curves", lambda name: found)
+    monkeypatch.setattr(paired, "stored_runs", lambda name: runs)
+    values = paired.measures(name)
+    assert paired.differences(values["level"], variant, base) == [1, 2, 3]
+    assert paired.differences(values["area"], variant, base) == [0, 0.5, 1]
+    close, independent = paired.spreads(values["level"], variant, base)
+    assert close == pytest.approx(1) and independent == pytest.approx(math.hypot(10, stdev([11, 32, 23])))
+    row = paired.table(name)[-3]
+    assert row.startswith(f"| `{variant}` | `{base}` | +2.000 ± 2.484 | +0.500 ± 1.242 | +0.000 ± 0.000 | +2.0 ± 2.5 |")
+    assert row.endswith(f"| 1.0000, {independent:.4f} | 0.5000, {independent / 2:.4f} |")
 
 
 def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):

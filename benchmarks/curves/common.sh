@@ -3,6 +3,7 @@
 #   SEEDS     some of the seeds
 #   VARIANTS  some of the variants
 #   DRY=1     prints the commands
+# copy: where the scripts lie, if not here.
 set -euo pipefail
 claim=$(basename "$(cd "$(dirname "$0")" && pwd)")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -20,6 +21,6 @@ slim() {  # variant. Removes what a finished run of a large model no longer need
 
 train() {  # variant, script, flags. A run that is finished is not repeated, one that was stopped goes on.
     if chosen "$1"; then
-        run python "algos/$2.py" --seed "$seed" --threads 1 --run-dir "$out/$1-seed$seed" --resume auto "${@:3}"
+        run python "${copy:+$copy/}algos/$2.py" --seed "$seed" --threads 1 --run-dir "$out/$1-seed$seed" --resume auto "${@:3}"
     fi
 }

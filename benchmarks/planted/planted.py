@@ -2,6 +2,7 @@
 
     python benchmarks/planted/planted.py               # plants each bug in a copy of the repository, runs its tests
     python benchmarks/planted/planted.py --bugs 3 7    # these bugs alone
+    python benchmarks/planted/planted.py --bugs 3 --copy FOLDER    # no test: a copy of the repository with this bug
     python benchmarks/check.py --write                 # writes the table of README.md from results.csv
 
 check.py fails where bugs, results and code do not fit together.
@@ -191,8 +192,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bugs", type=int, nargs="+", default=[], help="numbers of bugs; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
+    parser.add_argument("--copy", type=Path, help="write a copy of the repository with one bug there")
     args = parser.parse_args()
-    run(args.bugs, args.jobs)
+    if args.copy:
+        [bug] = (bug for bug in bugs() if bug["number"] in args.bugs)
+        copy_repository(args.copy)
+        (args.copy / bug["script"]).write_text(planted(bug))
+    else:
+        run(args.bugs, args.jobs)
 
 
 if __name__ == "__main__":

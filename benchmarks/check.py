@@ -113,6 +113,8 @@ def table(name):
         heads.insert(5, "gain in deviations")
     if claim.scores:
         heads.insert(2, "score")
+    if claim.reach < math.inf:
+        heads += [f"steps to {claim.reach}", "seconds of training"]
     if claim.samples:
         heads.append("peak GB")
     return markdown(heads, [table_row(name, variant, runs) for variant, runs in shown(name).items()])
@@ -137,9 +139,21 @@ def table_row(name, variant, runs):
     last_step, _ = points(next(iter(runs.values())), score)[-1]
     stored = [run for run in stored_runs(name) if run["variant"] == variant]
     cells += [f"{last_step:.0f}", f"{mean(float(run['seconds']) for run in stored):.0f}"]
+    if claim.reach < math.inf:
+        cells += reached(runs, score, claim.reach)
     if claim.samples:
         cells.append(f"{max(float(run['memory_mb']) for run in stored) / 1000:.1f}")
     return cells
+
+
+def reached(runs, score, level):
+    """Cells: the mean step, and the seconds of training, at which the score is first at this level."""
+    first = []
+    for records in runs.values():
+        first += [record for record in records if record.get(score, -math.inf) >= level][:1]
+    if len(first) < len(runs):
+        return [f"in {len(first)} of {len(runs)} seeds", ""]
+    return [average([record["step"] for record in first]), average([record["seconds"] for record in first])]
 
 
 def results(name):
@@ -566,7 +580,7 @@ def kept_records(name, variant, run_dir):
     keys = ["step", claim.axis, *shown, *claim.table, *(key for _, key, *_ in claim.bars)]
     if claim.images:
         keys.append(f"{claim.score}_std")
-    if claim.samples:
+    if claim.samples or claim.axis == "seconds":
         keys.append("seconds")
     seconds = training_seconds(run_dir)
     records = []

@@ -1,5 +1,6 @@
 """What the folders under benchmarks/curves claim: scores, bars, words. check.py holds them to the stored curves."""
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -19,6 +20,7 @@ class Claim:
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
     pairs: dict = field(default_factory=dict)  # variant -> the one that it is compared with, seed by seed
+    reach: float = math.inf  # a score: how long it takes to reach it
     samples: int = 0  # prompts of which the page shows what is sampled before and after
 
     def score_of(self, variant):
@@ -203,6 +205,15 @@ CLAIMS = {
         table={"objective/kl": "KL to the start", "policy/entropy": "entropy"},
         pairs={f"{task}-{variant}": f"{task}-grpo" for task in TASKS for variant in ONE_STEP}
         | {f"{task}-{variant}": f"{task}-grpo-4" for task in TASKS for variant in FOUR_STEPS},
+    ),
+    "distillation-sums": Claim(
+        title="Sums: a student that learns from its own samples' score, or from a teacher's log-probabilities or texts",
+        score="eval/accuracy",
+        lines={"0.95": 0.95},
+        bars=[("grpo", "eval/accuracy", "last", ">=", 0.95, 9)],
+        table={"objective/kl": "KL to the teacher", "policy/entropy": "entropy"},
+        axis="seconds",
+        reach=0.95,
     ),
     "pitfalls": Claim(
         title="What a mistake costs: the same runs with and without it",

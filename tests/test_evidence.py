@@ -112,7 +112,7 @@ def test_paired_interval_by_hand():
 
 
 def test_variants_are_compared_seed_by_seed(monkeypatch):
-    """At the end 1, 2 and 3 more than the others of the same seeds, on average 0, 0.5 and 1. A fourth seed has no other."""
+    """At the end 1, 2 and 3 more than the others of the same seeds, on average 0, 0.5 and 1. A fourth has no other."""
     name = "grpo-variants"
     variant, base = next(iter(CLAIMS[name].pairs.items()))
     monkeypatch.setattr(CLAIMS[name], "pairs", {variant: base})

@@ -1,6 +1,7 @@
 """The recipes of algos/README.md apply to their scripts, and its rollouts run: `pytest tests/test_recipes.py`"""
 
 import importlib.util
+import json
 import re
 import sys
 
@@ -192,21 +193,36 @@ def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
 
 # ---- Rollouts of your own --------------------------------------------------------------------------------------------
 
-SECTION = TEXT[TEXT.index("## Rollouts of your own") : TEXT.index("## Models and adapters")]
-FILES = dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", SECTION, flags=re.S))
+FILES = dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", TEXT, flags=re.S))
 CALLED = {  # file: pattern of the outputs of its rollouts
     "my_tool.py": r"<\d+\*\d+>\[\d+\]",
     "by_row.py": r"[^\[]+\[\d\][^\[]*",
     "slow_tool.py": r".+\[\?\].*",
     "my_game.py": r"\D*\d(\[(\+|<unk>)\]\D*\d)*.*",
     "my_engine.py": r"[^\[]+",
+    "my_env.py": r"(\[[<>]\][^\[]*)+",
 }
+WORLD = """
+from types import SimpleNamespace
+
+
+class World:
+    def reset(self, seed):
+        self.secret = seed % 10
+        return SimpleNamespace(observation=">", reward=0.0, done=False)
+
+    def step(self, action):
+        won = str(self.secret) in action
+        return SimpleNamespace(observation="<", reward=float(won), done=won)
+"""
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_rollouts_of_the_guide(tmp_path, name):
     """On the base model of the calculator."""
     (tmp_path / name).write_text(FILES[name])
+    (tmp_path / "by_row.py").write_text(FILES["by_row.py"])
+    (tmp_path / "my_world.py").write_text(WORLD)
     flags = ["--config", "benchmarks/tasks/calculator/grpo.yaml", "--rollout", f"{tmp_path / name}:episode"]
     if "def reward" in FILES[name]:
         flags += ["--reward", f"{tmp_path / name}:reward", "--metric", "None"]
@@ -222,8 +238,38 @@ def test_rollouts_of_the_guide(tmp_path, name):
         assert int(a) * int(b) == int(product)
     if name == "my_engine.py":
         assert metrics["reward/gap"] < 1e-5
+    if name == "my_env.py":
+        turns = {(row["output"].count("["), row["score"]) for row in rows}
+        assert turns <= {(1, 1.0), (2, 1.0), (3, 1.0), (3, 0.0)} and len(turns) > 1
     if name == "my_game.py":
         assert {row["score"] for row in rows} <= {0.0, 1.0} and any("[" in row["output"] for row in rows)
+
+
+def named(name):
+    """What a file of the guide defines."""
+    found = {}
+    exec(FILES[name], found)
+    return found
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
+    """Two of five samples are right: of the ten pairs, three have none."""
+    outputs = ["a1", "b", "a1", "b", "b"]
+    found = named("my_metric.py")["pass_at"](["p"] * 5, outputs, ["1"] * 5, k=2)
+    assert found == {"pass@2": [pytest.approx(0.7)] * 5}
+
+
+@pytest.mark.pretrained
+def test_tasks_of_reasoning_gym(monkeypatch):
+    """Every right answer gets the whole score, another text none."""
+    module = named("my_gym.py")
+    for task in "chain_sum", "basic_arithmetic", "spell_backward":
+        rows = module["prompts"](task, size=5)
+        entries = [row["entry"] for row in rows]
+        right = [f"So <answer> {json.loads(entry)['answer']} </answer>." for entry in entries]
+        assert module["reward"](right, entries) == [1.0] * 5
+        assert max(module["reward"](["<answer>?</answer>"] * 5, entries)) < 0.1
+        assert all(json.loads(row["entry"])["question"] in row["prompt"][0]["content"] for row in rows)
 
 
 def test_the_form_for_vllm_can_be_read():

@@ -6,6 +6,7 @@ leaves them out. Each is a run of a few steps in a process, as a user starts it.
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -29,6 +30,13 @@ SETTINGS = {
     "grpo": f"--dataset {TASK}:colors:count=9 --reward {TASK}:color_reward --max-new-tokens 5 --total-episodes 16 "
     "--rollout-batch-size 8 --batch-size 4 --group-size 4 --eval-every 0",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_remains(tmp_path):
+    """A run leaves some 3 GB."""
+    yield
+    shutil.rmtree(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,5 @@ for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     if chosen sft && missing "$texts"; then
         run python $tasks.py "$teacher" "$texts" --problems 4096 --samples 1 --seed "$seed" --threads 1
     fi
-    train sft sft --config $tasks/sft_sums.yaml --dataset "$texts" --eval-dataset None --metric $tasks.py:metric \
-        --eval-prompts $tasks.py:eval_prompts --eval-every 5
+    train sft sft --config $tasks/sft_sums.yaml --model $tasks.py:base_model --dataset "$texts" --eval-every 5
 done

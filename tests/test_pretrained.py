@@ -144,8 +144,8 @@ def test_four_bits_and_top_blocks(folder, tmp_path):
     run("sft", tmp_path / "bits", "--lora-r", 3, "--load-in-4bit", "--mixed-precision", "bf16")
     assert len(weights(tmp_path / "bits/hf_model")) == 2 * 7 * 30
     run("ppo", tmp_path / "top", "--num-layers-unfrozen", 2)
-    before = weights(folder)
-    changed = [name for name, weight in weights(tmp_path / "top/hf_model").items() if not weight.equal(before[name])]
+    after = weights(tmp_path / "top/hf_model")
+    changed = [name for name, weight in weights(folder).items() if not weight.equal(after[name])]
     assert changed and all(".layers.28." in name or ".layers.29." in name or ".norm." in name for name in changed)
 
 

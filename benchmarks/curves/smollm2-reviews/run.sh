@@ -10,7 +10,7 @@ for seed in ${SEEDS:-1 2 3}; do
     train reward reward --config $settings/reward_reviews.yaml
     slim reward
     train ppo-learned ppo --config $settings/ppo_reviews.yaml --score-scaling ref-norm \
-        --reward "$out/reward-seed$seed/hf_model"
+        --reward "$out/reward-seed$seed/hf_model" --total-episodes 2048
     slim ppo-learned
     train dpo dpo --config $settings/dpo_reviews.yaml
     slim dpo

@@ -486,6 +486,7 @@ def collect_samples(name, variant, run_dir):
     """Stores the first samples of the first and the last evaluation of a run; of ilql those of the largest beta. A run
     that samples nothing has none."""
     samples = read_jsonl(run_dir / "samples.jsonl") if (run_dir / "samples.jsonl").exists() else []
+    samples = [sample for sample in samples if "output" in sample]  # not of pairs
     beta = max((sample.get("beta", 0) for sample in samples), default=0)
     last = max((sample["step"] for sample in samples), default=0)
     texts = {}  # {(step, prompt): output}

@@ -243,8 +243,10 @@ def missed_bars(name):
 
 
 def figure_data(name):
-    """{metric of a panel: {variant: {seed: points}}} of the figure, without curves of one or two points."""
+    """{metric of a panel: {variant: {seed: points}}} of the figure, without curves of one or two points, of which runs
+    of a large model have no more."""
     claim = CLAIMS[name]
+    fewest = 1 if claim.samples else 2
     panels = {}
     for key in claim.panels or [claim.score]:
         panels[key] = {}
@@ -253,7 +255,7 @@ def figure_data(name):
                 lines = {seed: points_over(records, key, claim.over) for seed, records in runs.items()}
             else:
                 lines = {seed: points(records, key, claim.axis) for seed, records in runs.items()}
-            if any(len(line) > 2 for line in lines.values()):
+            if any(len(line) > fewest for line in lines.values()):
                 panels[key][variant] = lines
     return panels
 

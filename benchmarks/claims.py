@@ -283,7 +283,7 @@ CLAIMS = {
         bars=[],
         table={"eval/loss": "held-out loss"},
         scores={f"grpo-{name}": "eval/reward" for name in GRPO_RATES},
-        panels=["eval/loss", "eval/reward"],
+        panels=["eval/loss"],
     ),
     "ppo-randomwalks": Claim(
         title="PPO on random walks comes close to the optimum; a strong KL penalty brings it back to the data's level",

@@ -155,6 +155,7 @@ def main(run_dir, out_dir):
         measure = sampled(flags, tokenizer, flags["eval_prompts"], review_score)
     elif algo == "reward":
         trainer_class, config = RewardTrainer, RewardConfig
+        settings["pad_token"] = "<|endoftext|>"  # else it is the end token, and the score is read before it
         measure = pair_accuracy(tokenizer, rows_of(flags["eval_dataset"]))
     else:
         trainer_class, config = GRPOTrainer, GRPOConfig

@@ -3,12 +3,12 @@
 Paper: Shao et al. 2024 (arXiv 2402.03300), Algorithm 1. Each prompt gets a group of responses, and the mean score of
 the group takes the place of a value function.
 
-    A_i = (r_i - mean(r)) / std(r)                         GRPO Sec. 4.1.2    group_advantages
-    max(-A ratio, -A clip(ratio, 1 - low, 1 + high))       GRPO Eq. 3         grpo_loss
+    A_i = (r_i - mean(r)) / (std(r) + 1e-4)                GRPO Sec. 4.1.2    group_advantages
+    max(-A ratio, -A clip(ratio, 1 - low, 1 + high))       GRPO Eq. 3         clip_loss
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
     geometric mean of the ratios of a response             GSPO Eq. 7         sequence_means
-    -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4        cispo_loss
+    -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4, 5     cispo_loss
 
 By flags:
 
@@ -20,22 +20,28 @@ By flags:
                                                      --kl-coef 0 --batch-size 128
     CISPO     Chen et al. 2025, arXiv 2506.13585     --policy-loss cispo --cliprange 1 --cliprange-high 4
                                                      --loss-mean token --kl-coef 0 --batch-size 32
-    MaxRL     Tajwar et al. 2026, arXiv 2602.02710   --advantage-kind maxrl --kl-coef 0
+    MaxRL     Tajwar et al. 2026, arXiv 2602.02710   --advantage-kind maxrl --loss-mean constant --kl-coef 0
     distillation, Agarwal et al. 2023, 2306.13649    --ref-model TEACHER --kl-coef 1 --unbiased-kl, without --reward
 
 With the default --rollout-batch-size 512, DAPO and CISPO take 16 optimizer steps an iteration, and GSPO 4. With one
-step the ratio is 1: then clip ranges do not matter, nor does --ratio-level without --unbiased-kl.
+step the ratio is 1: then --policy-loss and clip ranges do not matter, nor does --ratio-level without --unbiased-kl.
+CISPO's upper limit is that of ScaleRL (arXiv 2510.13786): a weight of at most 5.
 DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
 takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
+
+What is trained: every token that was sampled, the end token and a stop string too, and also those of responses that
+did not end; neither prompts nor what a tool wrote. Tokens are drawn from softmax(logits / --temperature) as a whole,
+without top-k or top-p, and the loss takes their probabilities in this distribution.
 
 How this differs from the paper: the reference and the reward model never change, and each response has one score
 (outcome supervision, Sec. 4.1.2).
 
-How this differs from TRL's GRPO:
+How this differs from GRPO in TRL 1.16:
 - The loss has the paper's defaults; sizes are smaller. TRL's loss is the mean over tokens without a KL. If it has one,
   the KL of a token is multiplied by the ratio, which is --unbiased-kl here.
-- Every draw is keyed. But for rounding, processes, micro-batches and padding change neither responses nor losses,
-  which are divided by what the optimizer step holds in all processes. Each epoch draws new minibatches.
+- Every draw is keyed. But for rounding, processes, micro-batches and padding change neither responses nor losses: a
+  loss is the mean over the rows or tokens of its optimizer step in all processes. Each epoch draws new minibatches,
+  which may part the responses of a group.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on one CPU
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -59,7 +65,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
+from common.cli import Count, InputError, Natural, NonEmpty, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
@@ -75,10 +81,10 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --datase
 class Args(RolloutArgs):
     """Group relative policy optimisation of a language model."""
 
-    required = TextArgs.required
+    required = TextArgs.required  # not the reward
 
     # ---- algorithm
-    reward: str | None = None
+    reward: NonEmpty | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
     classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
@@ -93,12 +99,12 @@ class Args(RolloutArgs):
     """Advantage of a score in its group. std: minus the mean, divided by the standard deviation (GRPO); batch: divided
     by the deviation of all scores of the iteration instead (TRL: scale_rewards='batch'); mean: minus the mean (Dr.
     GRPO); loo: minus the mean of the others (RLOO), which is G / (G - 1) times `mean`. AdamW ignores this factor except
-    through --adam-eps, --max-grad-norm and the KL. maxrl: minus the mean, divided by the mean, for scores of 0 and 1:
-    the gradient is that of the log-probability of a right response (MaxRL)."""
+    through --adam-eps, --max-grad-norm and the KL. maxrl: minus the mean, divided by the mean (MaxRL): for scores of 0
+    and 1, the larger the group, the closer to the gradient of the log-probability of a right response."""
     policy_loss: Literal["clip", "cispo"] = "clip"
     """clip: the ratio times the advantage, whose gradient is 0 where the ratio has left the clip range (GRPO Eq. 3);
-    cispo: the log-probability times the clipped ratio, which has no gradient (CISPO Eq. 4; no lower limit: --cliprange
-    1)."""
+    cispo: the log-probability times the clipped ratio, which has no gradient (CISPO Eq. 4 and 5; no lower limit:
+    --cliprange 1)."""
     ratio_level: Literal["token", "sequence"] = "token"
     """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
     smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
@@ -114,7 +120,8 @@ class Args(RolloutArgs):
     reference, and no KL is logged; 1e-9 logs it without training on it."""
     unbiased_kl: bool = False
     """Multiply the KL by the ratio of --ratio-level and differentiate the ratio, too: its gradient is then that of
-    KL(policy || reference) (DeepSeek-V3.2, arXiv 2512.02556, for ratios of tokens; on by default in TRL)."""
+    KL(policy || reference) (DeepSeek-V3.2, arXiv 2512.02556, Eq. 7, for ratios of tokens; on by default in TRL
+    1.16)."""
 
     # ---- sampling
     max_new_tokens: Count = 512
@@ -127,7 +134,8 @@ class Args(RolloutArgs):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate schedule after the warm-up."""
     batch_size: Count = 512
-    """Rows per optimizer step, over all processes (Shao et al. 2024: 1024, all episodes of an iteration)."""
+    """Rows per optimizer step, over all processes; if not given, at most --rollout-batch-size (Shao et al. 2024: 1024,
+    all episodes of an iteration)."""
 
     # ---- run
     save_every: Natural = 20
@@ -138,6 +146,8 @@ class Args(RolloutArgs):
     def problems(self):
         if self.reward is None and self.ref_model is None:
             yield "--reward is missing: --help says what it takes"
+        if self.reward is None and self.ref_model is not None and not self.unbiased_kl:
+            yield "without --reward, give --unbiased-kl to distil from --ref-model; otherwise --reward is missing"
         if self.group_size == 1:
             yield "--group-size 1 must be at least 2: a response is compared with the others in its group"
         if self.rollout_batch_size % max(1, self.group_size):
@@ -169,7 +179,10 @@ def group_advantages(scores, group_size, kind):
         advantages = advantages * (group_size / (group_size - 1))
     elif kind == "maxrl":
         if scores.min() < 0:
-            raise InputError("--advantage-kind maxrl divides by the mean score of a group: no score may be negative")
+            raise InputError(
+                f"--advantage-kind maxrl divides by the mean score of a group, so no score may be {scores.min():g}, below "
+                "0: choose another kind, or add a constant in --reward"
+            )
         advantages = advantages / groups.mean(1, keepdim=True)
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")
@@ -177,9 +190,9 @@ def group_advantages(scores, group_size, kind):
     return advantages.flatten()
 
 
-def grpo_loss(log_ratio, advantages, cliprange, cliprange_high):
+def clip_loss(log_ratio, advantages, cliprange, cliprange_high):
     """max(-A ratio, -A clip(ratio, 1 - cliprange, 1 + cliprange_high)), ratio = exp(log_ratio); unreduced, shapes that
-    broadcast. Source: Shao et al. 2024, Eq. 3; two ranges: DAPO, Sec. 3.1."""
+    broadcast. Source: minus the min of Shao et al. 2024, Eq. 3; two ranges: DAPO, Sec. 3.1."""
     ratio = log_ratio.exp()
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - cliprange, 1 + cliprange_high))
 
@@ -198,8 +211,8 @@ def sequence_means(log_ratio, lengths):
 
 
 def kl_k3(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy || reference), never negative; any shape. Its value is unbiased, its gradient is
-    that of KL(reference || policy). Source: Shao et al. 2024, Eq. 4."""
+    """Per-token estimate of KL(policy || reference), never negative; any shape. Its value is unbiased; its gradient, at
+    ratio 1, is that of KL(reference || policy). Source: Shao et al. 2024, Eq. 4."""
     log_ratio = logprobs - ref_logprobs
     return (-log_ratio).expm1() + log_ratio
 
@@ -312,7 +325,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
             # without a KL, an episode without an advantage has no gradient, though it counts in the mean
             kept = rows[has_advantage[rows]]
             if len(kept) == 0:
-                kept = rows[:1]
+                kept = rows[:1]  # a step without a gradient is a step of AdamW all the same
         yield rows, batch.micro_batches(accelerator, kept, args.micro_batch_size)
 
 
@@ -322,7 +335,7 @@ def losses(model, batch, lines, weights, counts, args):
 
     weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
     "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
-    gradient the clip removes. policy/entropy is, without a KL, of groups with different scores only.
+    gradient (clip) or weight (cispo) is clipped. policy/entropy is, without a KL, of tokens with an advantage only.
     """
     measured = torch.no_grad()(token_entropies)
     new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, measured)  # (n,), as all that follow
@@ -340,7 +353,7 @@ def losses(model, batch, lines, weights, counts, args):
         log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.policy_loss == "clip":
-        pg = grpo_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+        pg = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
     else:
         pg = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
     # a term besides these needs the episodes without an advantage, which `minibatches` leaves out if there is no KL
@@ -356,14 +369,16 @@ def losses(model, batch, lines, weights, counts, args):
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
-        metrics["policy/entropy"] = entropies.double().sum() / counts["tokens"]
+        metrics["policy/entropy"] = entropies.detach().double().sum() / counts["tokens"]
     if counts["with an advantage"] == 0:
         return loss, metrics
     with torch.no_grad():
         ratio = log_ratio.exp()
+        above, below = ratio > 1 + cliprange_high, ratio < 1 - args.cliprange
+        clipped = torch.where(advantages > 0, above, below) if args.policy_loss == "clip" else above | below
         terms = {
             "policy/approxkl": log_ratio.square() / 2,
-            "policy/clipfrac": torch.where(advantages > 0, ratio > 1 + cliprange_high, ratio < 1 - args.cliprange),
+            "policy/clipfrac": clipped,
             "policy/ratio": ratio,
         }
         if not args.kl_coef:
@@ -474,11 +489,12 @@ def main(args):
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]
+    in_status = IN_STATUS if args.reward else IN_STATUS[2:]
     headline = "objective/scores" if args.reward else "objective/kl"
     if args.reward and args.eval_every:
         headline = data.headline
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
-    run.begin(model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration)
+    run.begin(model, optimizer, lm, args.num_iterations, [headline, *in_status], args.steps_per_iteration)
     run.say(summary(run, lm, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))

@@ -194,7 +194,7 @@ CLAIMS = {
         },
     ),
     "grpo-variants": Claim(
-        title="Variants of GRPO, and PPO, in pairs with GRPO of as many optimizer steps, on sums and with a calculator",
+        title="Variants of GRPO, and PPO, in pairs with GRPO, on sums and with a calculator",
         score="eval/accuracy",
         lines={},
         bars=[

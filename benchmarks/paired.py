@@ -1,5 +1,5 @@
-"""Variants of a claim compared seed by seed. Two runs with one seed see the same prompts, the same uniforms and the
-same evaluations, so much of what chance does to one it does to the other, and the difference varies less."""
+"""Variants of a claim compared seed by seed. Two runs of a script with one seed see the same prompts, the same uniforms
+and the same evaluations, so much of what chance does to one it does to the other, and the difference varies less."""
 
 import math
 from statistics import median, stdev
@@ -66,7 +66,8 @@ def table(name):
         "",
         *markdown(heads, rows),
         "",
-        f"Pairing leaves of the spread, in the median over the rows: {shares}.",
+        f"Pairing leaves of the spread, in the median over the rows: {shares}. One interval in twenty misses the true "
+        "difference by chance.",
     ]
 
 
@@ -85,7 +86,7 @@ def draw(name, data):
             axes.plot(values, [place] * len(values), ".", color="lightgray")
             axes.errorbar(center, place, xerr=half_width, fmt="o", color="C0", capsize=3, markersize=4)
         axes.axvline(0, color="gray", linewidth=1)
-        axes.set_xlabel(f"difference of {claim.score}, {HEADS[measure]}")
+        axes.set_xlabel(f"difference of the score, {HEADS[measure]}")
     axes.invert_yaxis()
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     figure.suptitle(claim.title, fontsize=10)

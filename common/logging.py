@@ -667,7 +667,7 @@ def remark(samples, name, first, last):
     changes = [new - old for new, old in zip(after, before, strict=False)]
     if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
         return " (no change: within twice its standard error)"
-    is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
+    is_worse = last[1] > first[1] if name.endswith(("loss", "/kl")) else last[1] < first[1]
     if not is_worse:
         return ""
     is_far = abs(last[1] - first[1]) > abs(first[1]) / 2

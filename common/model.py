@@ -271,7 +271,8 @@ def saved_heads(path, name, revision=None, required=False):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now, without gradients. Frozen weights share their memory."""
+    """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients. Frozen
+    weights share their memory."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()

@@ -426,7 +426,7 @@ def texts_behind(tokenizer, queries, responses, **options):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, without special tokens, cut before a stop string and stripped."""
+    """Texts of responses to queries, without special tokens, cut before a stop string and the space ahead of it."""
     texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
     # in the ids, since a stop string that is a special token is not in the text
     with_stop = stopped(tokenizer, queries, responses, stops)

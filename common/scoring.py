@@ -53,7 +53,8 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
     else:
         ids, positions, labels = collate(lines, 0)
         columns = {"input_ids": ids, "position_ids": positions}
-    first = int((labels != -100).any(0).int().argmax()) or labels.shape[1] - 1  # no label at all: one position
+    # the first column with a label; column t - 1 of the inputs predicts it. Where there is none at all: one position
+    first = int((labels != -100).any(0).int().argmax()) or labels.shape[1] - 1
     places = (labels[:, first:] != -100).flatten().nonzero()[:, 0].to(lm.device)
     *inputs, labels = torch.stack([*columns.values(), labels]).to(lm.device)  # one copy to a GPU
     inputs = {name: values[:, :-1] for name, values in zip(columns, inputs, strict=True)}
@@ -62,12 +63,13 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
 
 
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
-    """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts.
+    """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts. logprobs are
+    (model(**inputs).logits[:, -K:].float() / temperature).log_softmax(-1) at the labels; all else saves memory.
 
     labels (B, K) are predicted from the last K positions of inputs, the arguments of the model's forward pass. places
-    (N,): the labels to score, as positions in the flattened labels, because a GPU has to wait for a mask. logprobs are
-    log softmax(logits / temperature), at least in float32. states[:, t] is what the output layer, and a head, reads for
-    labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
+    (N,): the labels to score, as positions in the flattened labels, because a GPU has to wait for a mask. states[:, t]
+    is what the output layer, and a head, reads for labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given,
+    computes others.
     """
     lm = getattr(model, "module", model)
     vocabulary = lm.get_output_embeddings().weight.shape[0]

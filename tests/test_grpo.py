@@ -93,7 +93,7 @@ def test_loss_by_hand():
     ratio = tensor(1.5, 1.25, 0.5, 1.5, 0.5, 0.75, 1.0, 1.0)
     advantages = tensor(2, 2, 2, -2, -2, -2, 3, -3)
     new = (ratio.log() - 1.7).requires_grad_()
-    loss = grpo.grpo_loss(new + 1.7, advantages, 0.2, 0.3)
+    loss = grpo.clip_loss(new + 1.7, advantages, 0.2, 0.3)
     close(loss, [-2.6, -2.5, -1.0, 3.0, 1.6, 1.6, -3.0, 3.0])
     loss.sum().backward()
     close(new.grad, [0.0, -2.5, -1.0, 3.0, 0.0, 0.0, -3.0, 3.0])
@@ -455,10 +455,15 @@ def test_without_a_reward_the_reference_is_the_teacher(gpt2_dir, tiny_dirs, tmp_
     assert 0 < last < 0.9 * first
     assert metrics["groups/equal"] == 1 and metrics["policy/entropy"] > 0
     out = capsys.readouterr().out
-    assert "equal scores" not in out and "objective/kl" in out.splitlines()[-1] + out
+    assert "equal scores" not in out and "groups/equal" not in out and "worse" not in out
+    assert f"objective/kl {first:.3f} -> {last:.3f}" in out
     assert not (run_dir / "hf_model_best").exists()
+
+
+@pytest.mark.parametrize("flags", [{}, {"ref_model": "teacher", "kl_coef": 0.04}])
+def test_a_reward_that_was_forgotten_is_missing(flags):
     with pytest.raises(InputError, match="--reward is missing"):
-        args_of(reward=None)
+        args_of(reward=None, **flags)
 
 
 def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):

@@ -263,13 +263,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 def test_tasks_of_reasoning_gym(monkeypatch):
     """Every right answer gets the whole score, another text none."""
     module = named("my_gym.py")
-    for task in "chain_sum", "basic_arithmetic", "spell_backward":
+    for task in "chain_sum", "basic_arithmetic", "spell_backward", "arc_agi":
         rows = module["prompts"](task, size=5)
         entries = [row["entry"] for row in rows]
-        right = [f"So <answer> {json.loads(entry)['answer']} </answer>." for entry in entries]
+        right = [f"So <answer> {entry['answer']} </answer>." for entry in entries]
         assert module["reward"](right, entries) == [1.0] * 5
         assert max(module["reward"](["<answer>?</answer>"] * 5, entries)) < 0.1
-        assert all(json.loads(row["entry"])["question"] in row["prompt"][0]["content"] for row in rows)
+        assert all(row["entry"]["question"] in row["prompt"][0]["content"] for row in rows)
 
 
 def test_the_form_for_vllm_can_be_read():

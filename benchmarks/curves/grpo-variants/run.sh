@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Variants of GRPO, and PPO, on two tasks: with a seed, all see the same prompts and the same uniforms. The first seven
-# take one optimizer step an iteration, those named -4 four.
+# Variants of GRPO, and PPO, on two tasks: with a seed, all of GRPO's see the same prompts and the same uniforms. The
+# first seven take one optimizer step an iteration, those named -4 four.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
 by_grpo() { train "$task-$1" grpo --config "$tasks/$settings/grpo.yaml" "${@:2}"; }  # variant, flags
@@ -14,7 +14,7 @@ for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
         one dr-grpo --advantage-kind mean --loss-mean constant
         one rloo --advantage-kind loo --loss-mean constant
         one batch --advantage-kind batch
-        one maxrl --advantage-kind maxrl
+        one maxrl --advantage-kind maxrl --loss-mean constant
         one kl --kl-coef 0.04
         one kl-unbiased --kl-coef 0.04 --unbiased-kl
         four grpo-4

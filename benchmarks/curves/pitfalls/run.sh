@@ -25,7 +25,7 @@ learned() {  # a reward that 100 pairs have taught, which is true near the refer
         --eval-dataset $tasks/randomwalks.py:eval_prompts:samples=25 --reward "$out/reward-seed$seed/hf_model" \
         --metric $tasks/randomwalks.py:metric --max-new-tokens 9 --total-episodes 10240 --rollout-batch-size 256 \
         --micro-batch-size 128 --decode-batch-size 1024 --lr 6e-4 --lr-schedule linear --adam-betas 0.9 0.95 \
-        --attn-implementation eager --eval-every 4 --unbiased-kl --kl-coef 0.1 "${@:2}"
+        --attn-implementation eager --eval-every 4 --kl-coef 0.1 "${@:2}"
 }
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     sums sums

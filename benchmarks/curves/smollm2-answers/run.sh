@@ -7,4 +7,8 @@ for seed in ${SEEDS:-1 2 3}; do
     slim sums
     train colors grpo --config $settings/grpo_colors.yaml
     slim colors
+    train chat-sums grpo --config $settings/grpo_sums.yaml --dataset $settings.py:chat_sums \
+        --eval-dataset $settings.py:chat_sums:split=test,copies=4 --reward $settings.py:chat_sum_reward --metric None \
+        --stop --max-new-tokens 16 --total-episodes 960
+    slim chat-sums
 done

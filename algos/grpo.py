@@ -65,7 +65,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Natural, NonEmpty, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
+from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
@@ -84,7 +84,7 @@ class Args(RolloutArgs):
     required = TextArgs.required  # not the reward
 
     # ---- algorithm
-    reward: NonEmpty | None = None
+    reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
     classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
@@ -179,10 +179,7 @@ def group_advantages(scores, group_size, kind):
         advantages = advantages * (group_size / (group_size - 1))
     elif kind == "maxrl":
         if scores.min() < 0:
-            raise InputError(
-                f"--advantage-kind maxrl divides by the mean score of a group, so no score may be {scores.min():g}, below "
-                "0: choose another kind, or add a constant in --reward"
-            )
+            raise InputError(f"--advantage-kind maxrl divides by mean scores: none may be negative ({scores.min():g})")
         advantages = advantages / groups.mean(1, keepdim=True)
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")
@@ -475,7 +472,8 @@ def main(args):
     # first what the flags name, because a function of the user may start processes, before there is an Accelerator
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
-    data = read_prompts(args.dataset, args.eval_dataset, args.reward or no_reward, args.metric, args.rollout)
+    reward = no_reward if args.reward is None else args.reward
+    data = read_prompts(args.dataset, args.eval_dataset, reward, args.metric, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -489,10 +487,11 @@ def main(args):
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]
-    in_status = IN_STATUS if args.reward else IN_STATUS[2:]
-    headline = "objective/scores" if args.reward else "objective/kl"
-    if args.reward and args.eval_every:
-        headline = data.headline
+    in_status = IN_STATUS
+    headline = data.headline if args.eval_every else "objective/scores"
+    if args.reward is None:
+        in_status = IN_STATUS[2:]
+        headline = "objective/kl"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     run.begin(model, optimizer, lm, args.num_iterations, [headline, *in_status], args.steps_per_iteration)
     run.say(summary(run, lm, data))
@@ -521,7 +520,7 @@ def main(args):
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
         run.lap("update")
         num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
-        if args.reward and (num_equal == 5 or iteration == num_equal == 1):
+        if args.reward is not None and (num_equal == 5 or iteration == num_equal == 1):
             run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)

@@ -30,7 +30,8 @@ def fields_of(algo):
 
 
 def required(algo):
-    return dict.fromkeys(SCRIPTS[algo].Args.required, "mine.py:made")
+    names = SCRIPTS[algo].Args.required
+    return dict.fromkeys((*names, "reward") if algo == "grpo" else names, "mine.py:made")  # or grpo has a teacher
 
 
 def told(algo, **flags):
@@ -91,7 +92,8 @@ FLAGS = {  # range: flags
 }
 LOSSES = "sigmoid robust hinge ipo ipo_sum sigmoid_norm exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop"
 CHOICES = {
-    "advantage_kind": "std batch mean loo",
+    "advantage_kind": "std batch mean loo maxrl",
+    "policy_loss": "clip cispo",
     "attn_implementation": "eager sdpa flash_attention_2",
     "dtype": "float32 bfloat16 float64",
     "kl_kind": "kl abs mse k3",
@@ -129,7 +131,7 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
         "ratio_threshold": 0.0, "max_new_tokens": 53, "lr_schedule": "linear",
     },
     "grpo": ROLLOUTS | {
-        "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "ratio_level": "token", "lr": 1e-6,
+        "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "policy_loss": "clip", "ratio_level": "token", "lr": 1e-6,
         "loss_mean": "sequence", "max_new_tokens": 512, "lr_schedule": "constant", "save_every": 20, "eval_every": 20,
     },
     "ilql": {
@@ -338,7 +340,7 @@ def test_flags_win_over_the_embedded_task_and_one_process_prints(monkeypatch, ca
 @each_script
 def test_own_data_take_nothing_from_the_embedded_task(algo):
     script = SCRIPTS[algo]
-    words = [f"--{name}=mine.py:made" for name in script.Args.required]
+    words = [f"--{name}=mine.py:made" for name in required(algo)]
     assert parse(words, script.Args, script.TASK) == script.Args(**required(algo))
     with pytest.raises(InputError, match="--model is missing"):
         parse(words[1:], script.Args, script.TASK)

@@ -1,7 +1,6 @@
 """The recipes of algos/README.md apply to their scripts, and its rollouts run: `pytest tests/test_recipes.py`"""
 
 import importlib.util
-import json
 import re
 import sys
 

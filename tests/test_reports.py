@@ -82,7 +82,8 @@ lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes
 6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
 data: 7 prompts; tokens: median 2, longest 3; first: 'b'
-lr 0.01 cosine, KL coefficient 0.05, advantages std, ratios by token, loss mean by sequence, 6 new tokens, 48 episodes
+lr 0.01 cosine, KL coefficient 0.05, advantages std, policy loss clip, ratios by token, loss mean by sequence, \
+6 new tokens, 48 episodes
 6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
 data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \

@@ -132,7 +132,8 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
     },
     "grpo": ROLLOUTS | {
         "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "policy_loss": "clip",
-        "ratio_level": "token", "lr": 1e-6, "loss_mean": "sequence", "max_new_tokens": 512, "lr_schedule": "constant", "save_every": 20, "eval_every": 20,
+        "ratio_level": "token", "lr": 1e-6, "loss_mean": "sequence", "max_new_tokens": 512,
+        "lr_schedule": "constant", "save_every": 20, "eval_every": 20,
     },
     "ilql": {
         "lr": 5e-5, "epochs": 3.0, "tau": 0.7, "gamma": 0.99, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0,

@@ -283,7 +283,7 @@ def all_logprobs(accelerator, model, batch, args):
     """(N,) log-probabilities of the trained tokens of all responses, on every process."""
 
     def logprobs_of(lines):
-        with accelerator.autocast():  # the reference is not prepared: nothing else casts for it
+        with accelerator.autocast():  # ref is not prepared: nothing else casts for it
             logprobs, _, _ = line_logprobs(model, lines, args.temperature)
         return {"logprobs": logprobs}
 
@@ -333,21 +333,22 @@ def losses(model, batch, lines, weights, counts, args):
     weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
     "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
     gradient (clip) or weight (cispo) is clipped. policy/entropy is, without a KL, of tokens with an advantage only.
+    objective/kl is that of the policy that sampled, loss/kl of the one that is trained.
     """
-    measured = torch.no_grad()(token_entropies)
-    new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, measured)  # (n,), as all that follow
+    entropies_of = torch.no_grad()(token_entropies)
+    new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, entropies_of)  # (n,), as all that follow
     places = batch.places(lines)
-    rows = batch.rows[places]
+    rows = batch.rows[places]  # the episode of each token
     advantages = batch.advantages[rows]
     weights = weights[rows]
-    # those of the policy that sampled. A single step trains this very policy: they are those of this forward pass, so
-    # the ratio is 1, and the gradient of the ratio is that of log pi.
+    # log-probabilities of the policy that sampled. A single step trains this very policy: then they are those of this
+    # forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
     if batch.logprobs is not None:
         logprobs = batch.logprobs[places]
     log_ratio = new_logprobs - logprobs
     if args.ratio_level == "sequence":
-        log_ratio = sequence_means(log_ratio, [len(tokens) for [(_, _, tokens)] in lines])
+        log_ratio = sequence_means(log_ratio, [len(trained) for [(_, _, trained)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.policy_loss == "clip":
         pg = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)

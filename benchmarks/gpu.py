@@ -457,7 +457,7 @@ def heading():
     commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
-    page = f"# {name}\n\nBy `python benchmarks/gpu.py`, which says what the parts are, at commit {commit.strip()};\n"
+    page = f"# {name}\n\nMade by `python benchmarks/gpu.py`, which explains the parts, at commit {commit.strip()};\n"
     return f"{page}{', '.join(versions)}."
 
 

@@ -20,6 +20,7 @@ class Claim:
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
     pairs: dict = field(default_factory=dict)  # variant -> the one that it is compared with, seed by seed
+    pair_curves: bool = False  # the figure has the curves of each pair in place of their differences
     reach: float = math.inf  # a score: how long it takes to reach it
     samples: int = 0  # prompts of which the page shows what is sampled before and after
 
@@ -221,6 +222,8 @@ CLAIMS = {
         lines={},
         bars=[],
         table={"objective/kl": "KL to the start", "policy/entropy": "entropy", "tokens/responses_len": "tokens"},
+        panels=["eval/accuracy", "eval/optimality"],
+        pair_curves=True,
         scores=dict.fromkeys(["ppo", "whitening", "learned", "k1", "turned", "drifting"], "eval/optimality")
         | {"reward": "eval/all/accuracy"},
         pairs={
@@ -300,7 +303,7 @@ CLAIMS = {
         ],
         table={
             "eval/illegal": "illegal walks",
-            "objective/kl": "KL to the SFT model",
+            "objective/kl": "KL to the base model",
             "val/explained_variance": "explained variance",
         },
     ),

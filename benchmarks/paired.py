@@ -5,7 +5,17 @@ import math
 from statistics import median, stdev
 
 from benchmarks.claims import CLAIMS
-from benchmarks.tables import claim_path, curves, history, markdown, paired_interval, save_figure, stored_runs
+from benchmarks.tables import (
+    claim_path,
+    curves,
+    draw_curves,
+    history,
+    markdown,
+    paired_interval,
+    points,
+    save_figure,
+    stored_runs,
+)
 
 HEADS = {"level": "at the end", "area": "mean of the curve", "tokens": "million tokens", "seconds": "seconds"}
 SCORES = ("level", "area")
@@ -72,6 +82,35 @@ def table(name):
 
 
 def draw(name, data):
+    figure = draw_pairs(name) if CLAIMS[name].pair_curves else draw_differences(name)
+    figure.suptitle(CLAIMS[name].title, fontsize=10)
+    save_figure(figure, claim_path(name) / "curve.png", 90, data)
+
+
+def draw_pairs(name):
+    """A panel for each pair, with the curves of all seeds and their means."""
+    from matplotlib.figure import Figure
+
+    claim = CLAIMS[name]
+    runs = curves(name)
+    levels = measures(name)["level"]
+    rows = math.ceil(len(claim.pairs) / 3)
+    figure = Figure(figsize=(10, 2.6 * rows), layout="constrained")
+    for axes in figure.subplots(rows, 3).flat[len(claim.pairs) :]:
+        axes.remove()
+    for axes, (variant, base) in zip(figure.axes, claim.pairs.items(), strict=True):
+        score = claim.score_of(variant)
+        for label in (base, variant):
+            lines = {seed: points(records, score, claim.axis) for seed, records in runs[label].items()}
+            draw_curves(axes, {label: lines}, [base, variant])
+        center, half_width = paired_interval(differences(levels, variant, base))
+        axes.set_title(f"at the end {center:+.3f} ± {half_width:.3f}", fontsize=9)
+        axes.set_ylabel(score)
+        axes.legend(*axes.get_legend_handles_labels(), fontsize=7)
+    return figure
+
+
+def draw_differences(name):
     """The differences with their intervals; a panel for the end and one for the mean of the curve."""
     from matplotlib.figure import Figure
 
@@ -89,5 +128,4 @@ def draw(name, data):
         axes.set_xlabel(f"difference of the score, {HEADS[measure]}")
     axes.invert_yaxis()
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    figure.suptitle(claim.title, fontsize=10)
-    save_figure(figure, claim_path(name) / "curve.png", 90, data)
+    return figure

@@ -241,12 +241,13 @@ CLAIMS = {
         },
     ),
     "smollm2-answers": Claim(
-        title="GRPO on SmolLM2-135M-Instruct: sums in text, and questions in chats with LoRA adapters",
+        title="GRPO on SmolLM2-135M-Instruct: sums in text and in chats, and questions in chats with LoRA adapters",
         score="eval/reward",
         lines={"all right 1.0": 1.0},
         bars=[
             ("sums", "eval/reward", "last", ">=", 0.75, 3),
             ("colors", "eval/reward", "last", ">=", 0.75, 3),
+            ("chat-sums", "eval/reward", "last", ">=", 0.5, 3),
         ],
         table={
             "eval/first_number": "first number right",

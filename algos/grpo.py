@@ -372,7 +372,8 @@ def losses(model, batch, lines, weights, counts, args):
         return loss, metrics
     with torch.no_grad():
         ratio = log_ratio.exp()
-        above, below = ratio > 1 + cliprange_high, ratio < 1 - args.cliprange
+        above = ratio > 1 + cliprange_high
+        below = ratio < 1 - args.cliprange
         clipped = torch.where(advantages > 0, above, below) if args.policy_loss == "clip" else above | below
         terms = {
             "policy/approxkl": log_ratio.square() / 2,

@@ -273,6 +273,7 @@ CLAIMS = {
         table={
             "eval/distinct": "different words",
             "eval/repeated": "repeated words",
+            "eval/shorter_wins": "the shorter wins",
             "objective/kl": "KL to the start",
             "eval/reward": "reward",
         },

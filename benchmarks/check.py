@@ -429,7 +429,9 @@ def verify():
         problems += verify_claim(name)
     for document in documents():
         if (ROOT / document).read_text() != with_blocks(document):
-            problems.append(f"{document}: a table does not follow from the files of benchmarks")
+            problems.append(
+                f"{document}: a table does not follow from code and benchmarks: check.py --write makes it anew"
+            )
     failed = [row["number"] for row in read_csv(ROOT / CASES) if row["result"] != "passed"]
     problems += [f"faults: case {number} has not passed" for number in failed]
     return problems + planted.problems()

@@ -181,7 +181,7 @@ BAD = {"--reward": ("user.py:bad_reward", "user.py:bad_reward returned "), "--da
 def test_bad_input_is_one_sentence(flag, script, scripts, work, tmp_path):
     script.needs(flag)
     value, sentence = BAD[flag]
-    (work / "bad.jsonl").write_text(json.dumps({"prompt": 3}) + "\n")
+    (work / "bad.jsonl").write_text(json.dumps({"prompt": 3, "shift": 0}) + "\n")
     argv = script.command(f"{settings(script)} {flag} {value} --run-dir {tmp_path}/run")
     err = scripts.run(argv, work, expect=2, patch=PATH).err
     assert re.match(rf"error: {sentence}.*\n$", err), err

@@ -17,5 +17,5 @@ case $version in
     *) echo "error: no version $version: 0.8.6 or 1.16" >&2; exit 2 ;;
 esac
 "${PYTHON:-python3.11}" -m venv "$directory"
-"$directory/bin/pip" install -q "torch>=2.11,<2.14" "${packages[@]}"
+"$directory/bin/pip" install -q "$(grep ^torch "$(dirname "$0")/../../requirements.txt")" "${packages[@]}"
 "$directory/bin/python" -c 'import trl; print("TRL", trl.__version__, "in", trl.__path__[0])'

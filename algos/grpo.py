@@ -179,7 +179,7 @@ def group_advantages(scores, group_size, kind):
         advantages = advantages * (group_size / (group_size - 1))
     elif kind == "maxrl":
         if scores.min() < 0:
-            raise InputError(f"--advantage-kind maxrl divides by mean scores: none may be negative ({scores.min():g})")
+            raise InputError(f"a score is {scores.min():g}: with --advantage-kind maxrl, none may be below 0")
         advantages = advantages / groups.mean(1, keepdim=True)
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")

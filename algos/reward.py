@@ -164,11 +164,10 @@ def encode_texts(rows, tokenizer, max_length, flag):
     whose texts differ and have at most max_length tokens each. A text ends with its end token: what a chat template
     writes after it is left out, as in a sampled response."""
     triples = pair_texts(rows, tokenizer, flag)
+    if is_chat(rows, ["chosen"]):
+        triples = [(prompt, chosen.rstrip(), rejected.rstrip()) for prompt, chosen, rejected in triples]
     chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
     rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
-    if is_chat(rows, ["chosen"]):
-        chosen_texts = [text.rstrip() for text in chosen_texts]
-        rejected_texts = [text.rstrip() for text in rejected_texts]
     margins = [row.get("margin", 0.0) for row in rows]
     for number, margin in enumerate(margins, 1):
         if not isinstance(margin, int | float) or not math.isfinite(margin):

@@ -652,7 +652,7 @@ def call_reward(function, name, rows, given, lengths=None):
     checked = [floats(*pair) for pair in zip(scores, lengths or [None] * len(rows), strict=True)]
     if None in checked:
         number = checked.index(None)
-        where = f"row {number + 1}, prompt {rows[number]['prompt']!r:.60}"
+        where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
         raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
     if others:

@@ -110,7 +110,7 @@ def rows_of_file(file, kind):
             if line.strip():
                 rows.append(json.loads(line, strict=False))
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number} is not valid JSON: {error.msg} at column {error.colno}") from None
+            raise ValueError(f"line {number} is not valid JSON: {error.msg}, column {error.colno}") from None
     return rows
 
 
@@ -170,10 +170,16 @@ def set_flag(name):
     return f"--eval-dataset {name}".strip()
 
 
+def require_columns(rows, columns, flag):
+    """InputError that names the columns which are missing."""
+    missing = [column for column in columns if column not in rows[0]]
+    if missing:
+        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {' and '.join(missing)}")
+
+
 def texts(rows, column, flag):
     """The strings of a column. Refuses other values, and half a surrogate pair, which no tokenizer takes."""
-    if column not in rows[0]:
-        raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {column}")
+    require_columns(rows, [column], flag)
     for number, row in enumerate(rows, 1):
         text = row.get(column)
         if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
@@ -317,6 +323,7 @@ def row_segments(rows, tokenizer, flag):
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
+        require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
         tell_repeated_prompts(rows, ["completion"], flag)
         chats = [joined(row["prompt"], row["completion"]) for row in rows]
@@ -354,6 +361,7 @@ def dialogue(turns, where):
 def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
     prompt is what chosen and rejected have in common, or ""."""
+    require_columns(rows, SIDES, flag)
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
         chats = []
@@ -385,7 +393,9 @@ def split_pair(chosen, rejected):
 def chat_pair(tokenizer, row, where):
     """(prompt, chosen, rejected) of a row of chats, as texts."""
     begin = messages_in(row, "prompt")
-    whole = [chat_text(tokenizer, joined(begin, messages_of(row, side)), where, row) for side in SIDES]
+    whole = []
+    for side in SIDES:
+        whole.append(chat_text(tokenizer, joined(begin, messages_of(row, side)), f"{where}, {side}", row))
     prompt = ""
     if messages := prompt_messages(row):
         prompt = chat_text(tokenizer, messages, where, row, answering=True)

@@ -660,14 +660,17 @@ def points(records, name):
 
 
 def remark(samples, name, first, last):
-    """What there is to say of a metric that changed from first to last, both (step, value). Its rows are compared."""
+    """What there is to say of an evaluated metric that changed from first to last, both (step, value). Its rows are
+    compared. Of metrics of training, each of which is about other rows, there is nothing."""
+    if not name.startswith("eval/"):
+        return ""
     *_, group, column = name.split("/")
     rows = [row for row in samples if column in row and row.get("set", group) == group]
     before, after = ([row[column] for row in rows if row["step"] == step] for step, _ in (first, last))
     changes = [new - old for new, old in zip(after, before, strict=False)]
     if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
         return " (no change: within twice its standard error)"
-    is_worse = last[1] > first[1] if name.endswith(("loss", "/kl")) else last[1] < first[1]
+    is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
     if not is_worse:
         return ""
     is_far = abs(last[1] - first[1]) > abs(first[1]) / 2

@@ -550,13 +550,15 @@ NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, 
     (segments, ASKED, {"prompt": TALK, "completion": []}, "the completion is empty"),
     (segments, DIALOGUE, {"dialogue": ["b", "c", "d"]}, NO_DIALOGUE),
     (segments, DIALOGUE, {"dialogue": []}, NO_DIALOGUE),
-    (pairs, COMPARED, {"rejected": []}, LAST),
     (pairs, COMPARED, {"prompt": "b"}, "the prompt is a text that the chats do not begin with: make it a list"),
 ]
 NO_COLUMNS = [  # what reads the row, the row, what is said
     (queries, {"Prompt": "b"}, "Prompt; expected prompt"),
     (segments, {"body": "b"}, "body; expected text, prompt and completion, messages, or dialogue"),
     (segments, {"prompt": "b", "reward": 1}, "prompt, reward; expected completion"),
+    (segments, {"prompt": [USER]}, "prompt; expected completion"),
+    (pairs, {"prompt": "b", "good": "c"}, "prompt, good; expected chosen and rejected"),
+    (pairs, {"chosen": [USER]}, "chosen; expected rejected"),
     (pairs, {"prompt": "b", "chosen": "c"}, "prompt, chosen; expected rejected"),
     (pairs, {"system": "s", "question": "b", "chosen": "c", "rejected": "d"}, "question, system: is one the prompt?"),
 ]
@@ -567,6 +569,8 @@ def test_rows_that_are_refused(chatty):
         sentence = f"--dataset row 2: 'rejected' must be valid text, not {text!r}"
         with refused(sentence):
             pairs(second(PAIR[0], rejected=text), chatty)
+    with refused(f"--dataset row 2, rejected: {LAST}"):
+        pairs(second(COMPARED, rejected=[]), chatty)
     for read, row, changes, sentence in NO_ROWS:
         with refused(f"--dataset row 2: {sentence}"):
             read(second(row, **changes), chatty)
@@ -583,9 +587,9 @@ def test_rows_that_are_refused(chatty):
 
 @pytest.mark.parametrize(("messages", "sentence"), NO_CHATS, ids=lambda x: x if isinstance(x, str) else "")
 def test_chats_that_are_refused(messages, sentence, chatty):
-    for read, column in ((segments, "messages"), (queries, "prompt"), (pairs, "chosen")):
+    for read, column, where in ((segments, "messages", ""), (queries, "prompt", ""), (pairs, "chosen", ", chosen")):
         row = {column: TALK, "rejected": TALK}
-        with refused(f"--dataset row 2: {sentence}"):
+        with refused(f"--dataset row 2{where}: {sentence}"):
             read(second(row, **{column: messages}), chatty)
 
 

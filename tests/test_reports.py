@@ -323,6 +323,7 @@ def test_what_the_last_line_remarks():
     assert report.remark([], "eval/reward", (0, -1.0), (9, -1.6)) == far
     assert remark(-2, -2, -1, -1, -1) == far and remark(9, 9, -19, -19, -1) == same
     assert report.remark([], "eval/loss", (0, 1.0), (9, 0.5)) == ""
+    assert report.remark([], "train/loss", (1, 1.0), (9, 2.0)) == ""  # of other rows
 
 
 USED = {  # what the lines of use print; ppo.py, grpo.py and dpo.py write those of sft.py

@@ -146,7 +146,7 @@ class Args(RolloutArgs):
     def problems(self):
         if self.reward is None and self.ref_model is None:
             yield "--reward is missing: --help says what it takes"
-        if self.reward is None and self.ref_model is not None and not self.unbiased_kl:
+        elif self.reward is None and not self.unbiased_kl:
             yield "without --reward, give --unbiased-kl to distil from --ref-model; otherwise --reward is missing"
         if self.group_size == 1:
             yield "--group-size 1 must be at least 2: a response is compared with the others in its group"

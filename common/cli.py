@@ -699,11 +699,11 @@ def call_rollout(function, name, rows, given, sampled):
     vocabulary = len(given["model"].get_input_embeddings().weight)
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
-        where = f"{name}, prompt {row['prompt']!r:.60}"
+        where = f"{name}, prompt {row['prompt'][-60:]!r}"
         try:
             segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: of tensors
-            raise InputError(f"{expected}; for prompt {row['prompt']!r:.60}: {segments!r:.60}") from None
+            raise InputError(f"{expected}; for prompt {row['prompt'][-60:]!r}: {segments!r:.60}") from None
         response = []
         room = given["max_new_tokens"]
         for ids, trained in segments:

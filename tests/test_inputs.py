@@ -408,6 +408,8 @@ def test_scores_that_are_refused():
             scores_of([[1.0], 1.0, value, 1.0], [1, 2, 3, 4])
         with refused(sentence):
             scores_of([1.0, 1.0, value, 1.0])
+    with refused(f"r.py:f returned None for row 1, prompt '{'s' * 53}What is"):  # of a chat, the end says which one
+        call_reward(lambda **_: [None], "r.py:f", [{"prompt": "s" * 99 + "What is"}], {})
 
 
 @pytest.mark.case(25, MEASURED)

@@ -463,8 +463,8 @@ def summary(run, lm, data):
 IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
     "warning: since iteration {} all groups have had equal scores, so the policy loss has no gradient: look at the "
-    "samples in rollouts.jsonl and at what --reward returns for them; if the samples have become bad, lower --lr, "
-    "otherwise raise --group-size or --temperature"
+    "samples in rollouts.jsonl and at what --reward returns for them; if they are cut off, raise --max-new-tokens, if "
+    "they have become bad, lower --lr, otherwise raise --group-size or --temperature"
 )
 
 

@@ -332,7 +332,8 @@ def losses(model, batch, lines, weights, counts, args):
 
     weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
     "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
-    gradient (clip) or weight (cispo) is clipped. policy/entropy is, without a KL, of tokens with an advantage only.
+    gradient (clip) or weight (cispo) is clipped. policy/entropy and policy/nll are, without a KL, of tokens with an
+    advantage only.
     objective/kl is that of the policy that sampled, loss/kl of the one that is trained.
     """
     entropies_of = torch.no_grad()(token_entropies)
@@ -368,6 +369,7 @@ def losses(model, batch, lines, weights, counts, args):
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
         metrics["policy/entropy"] = entropies.detach().double().sum() / counts["tokens"]
+        metrics["policy/nll"] = -logprobs.double().sum() / counts["tokens"]
     if counts["with an advantage"] == 0:
         return loss, metrics
     with torch.no_grad():
@@ -381,7 +383,7 @@ def losses(model, batch, lines, weights, counts, args):
             "policy/ratio": ratio,
         }
         if not args.kl_coef:
-            terms["policy/entropy"] = entropies
+            terms |= {"policy/entropy": entropies, "policy/nll": -logprobs}
         for name, term in terms.items():
             total = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64)
             metrics[name] = total / counts["with an advantage"]
@@ -463,8 +465,8 @@ def summary(run, lm, data):
 IN_STATUS = ["objective/scores", "groups/equal", "tokens/responses_len", "tokens/truncated_rate", "optim/grad_norm"]
 ALL_EQUAL = (
     "warning: since iteration {} all groups have had equal scores, so the policy loss has no gradient: look at the "
-    "samples in rollouts.jsonl and at what --reward returns for them; if the samples have become bad, lower --lr, "
-    "otherwise raise --group-size or --temperature"
+    "samples in rollouts.jsonl and at what --reward returns for them; if they are cut off, raise --max-new-tokens, if "
+    "they have become bad, lower --lr, otherwise raise --group-size or --temperature"
 )
 
 

@@ -142,7 +142,8 @@ def load_classifier(args, path):
     if model.config.is_encoder_decoder:
         raise InputError("--model is an encoder-decoder: reward.py reads the scores of decoders and of encoders")
     if missing and model._hf_peft_config_loaded:
-        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: merge it into its model and give that")
+        how = "merge it into its model (merge_and_unload of peft), save that and give it"
+        raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: {how}")
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
     stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
     for number, name in enumerate(missing):

@@ -621,6 +621,8 @@ def call_function(function, name, rows, given):
             else:
                 traceback.print_exception(error)
             os._exit(code)
+        if isinstance(error, Exception):
+            error.add_note(f"in a call of {name}")  # a traceback says it last
         if isinstance(error, Exception | KeyboardInterrupt | Stopped):
             raise
         # sys.exit would end the run as if it had succeeded; nothing else catches what is no Exception

@@ -314,7 +314,7 @@ class Run:
         total = sum(weight.numel() for weight in model.parameters())
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         types = f"{self.args.dtype} weights, {self.accelerator.mixed_precision} autocast"
-        processes = f"{self.accelerator.num_processes} processes x {torch.get_num_threads()} threads"
+        processes = f"processes: {self.accelerator.num_processes}, threads of each: {torch.get_num_threads()}"
         counts = f"{self.identity['algo']}: {total:,} parameters, {trained:,} trained"
         return f"{counts}; {types}, {self.accelerator.device}, {processes}"
 
@@ -588,7 +588,7 @@ class Run:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
             self.say(f"one iteration: {self._seconds()}; peak memory {peak:,.0f} MB")
-            self.say(f"all {self.num_iterations} iterations: {whole}, without evaluations\ncheck passed")
+            self.say(f"the whole run (iterations: {self.num_iterations}): {whole}, without evaluations\ncheck passed")
             return {}, None
         export("hf_model")
         on_main(self.accelerator, self.write_by, self._finish, prompt, usage)

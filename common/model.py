@@ -525,7 +525,8 @@ class RewardModel:
         auto_class = "AutoModelForSequenceClassification"
         model, self.tokenizer, missing = load_pretrained(auto_class, args, path, "--reward", **options)
         if missing:
-            raise InputError(f"--reward {args.reward} is not a sequence classifier: it has no {missing[0]}")
+            what = f"is not a sequence classifier, such as reward.py makes: it has no {missing[0]}"
+            raise InputError(f"--reward {args.reward} {what}")
         labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
         if len(labels) == 1 and not label:
             label = labels[0]

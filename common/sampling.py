@@ -65,10 +65,11 @@ class Prompts:
         self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
             self.eval_sets[name] = encode_set(rows, set_flag(name))
-        if not self.eval_sets:
-            self.eval_sets = {"": (self.rows[:num_eval], self.queries[:num_eval])}
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+        if not self.eval_sets:
+            self.eval_sets = {"": (self.rows[:num_eval], self.queries[:num_eval])}
+            self.report += f"; without --eval-dataset, evaluations take the first {len(self.rows[:num_eval])}"
 
     @property
     def description(self):

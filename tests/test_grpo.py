@@ -357,6 +357,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
         order = seeding.rng(1, "minibatches", 1, epoch).permutation(21)
         steps += [order[:7], order[7:14], order[14:]]
     entropies = []  # of tokens, in all steps
+    nlls = []  # the same
     for number, rows in enumerate(steps):
         total_length = sum(len(responses[row]) for row in rows)
         loss = 0.0
@@ -364,6 +365,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
             new = logprobs_of(model, row)
             if beta or advantages[row]:
                 entropies += entropies_of(model, row)
+                nlls += (-old[row]).tolist()
             length = len(new)
             log_ratio = new - old[row]
             if level == "sequence":
@@ -387,6 +389,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     kls = [(a - b).sum().item() for a, b in zip(old, reference, strict=True)]
     assert metrics.get("objective/kl", 0) == pytest.approx(sum(kls) / 21 if beta else 0, rel=1e-9)
     assert metrics["policy/entropy"] == pytest.approx(np.mean(entropies), rel=1e-9)
+    assert metrics["policy/nll"] == pytest.approx(np.mean(nlls), rel=1e-9)
     assert metrics["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-9)
     assert metrics["objective/scores_std"] == pytest.approx(np.std(scores), rel=1e-9)
     assert metrics["policy/clipfrac"] > 0.05

@@ -449,6 +449,10 @@ def test_whatever_a_function_raises_is_an_error_of_its_own(error):
     with pytest.raises(RuntimeError, match=f"^r.py:f ended with {re.escape(repr(error))}$") as raised:
         call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
     assert raised.value.__cause__ is error
+    error = KeyError("answer")
+    with pytest.raises(KeyError) as raised:
+        call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+    assert raised.value.__notes__ == ["in a call of r.py:f"]
     for ending in (KeyboardInterrupt(), Stopped(143)):  # not of the function: somebody ends the run
         error = ending
         with pytest.raises(type(ending)):

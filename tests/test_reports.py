@@ -125,7 +125,7 @@ lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
 process, 8 per forward pass)""",
 }
 NONE = "0 dropped without room for a response, 0 as equal"
-TYPES = "float32 weights, no autocast, cpu, 1 processes x 1 threads"
+TYPES = "float32 weights, no autocast, cpu, processes: 1, threads of each: 1"
 # Iterations, their optimizer steps, and after how many steps a run of the harness evaluates; rows that it samples from.
 LENGTH = {"ppo": (6, 4, 8), "grpo": (6, 4, 8), "ddpo": (6, 2, 4)}
 SAMPLED = {"ddpo": "captions", "reward": "held_out_pairs"}
@@ -370,7 +370,8 @@ def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
     out = capsys.readouterr().out
     assert "\nsamples at step 0 " in out and out.count("samples at step") == 1
     iterations, *_ = LENGTH.get(algo, (12, 1, 4))
-    told = rf"\none iteration: (.*update \S+) s; peak memory [\d,]+ MB\nall {iterations} iterations: 0:00:(\d\d), "
+    told = r"\none iteration: (.*update \S+) s; peak memory [\d,]+ MB\n"
+    told += rf"the whole run \(iterations: {iterations}\): 0:00:(\d\d), "
     one, whole = re.search(rf"{told}without evaluations\ncheck passed\n$", out).groups()
     assert int(whole) == pytest.approx(iterations * sum(map(float, re.findall(r"\d\.\d+", one))), abs=0.8)
     assert list(Path.cwd().iterdir()) == []

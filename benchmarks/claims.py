@@ -33,6 +33,12 @@ class Claim:
 TWIN = "-other-cpu"
 PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
 KLS = ["0", "0.05", "0.2"]
+VARIANTS = {}
+for task in "sums", "calculator":
+    for variant in "dr-grpo rloo batch maxrl kl kl-unbiased grpo-4 ppo".split():
+        VARIANTS[f"{task}-{variant}"] = f"{task}-grpo"
+    for variant in "dapo-4 gspo-4 cispo-4".split():
+        VARIANTS[f"{task}-{variant}"] = f"{task}-grpo-4"
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
 
 CLAIMS = {
@@ -191,6 +197,19 @@ CLAIMS = {
             title: {f"KL coefficient {kl}": f"pairs-{pairs}-kl-{kl}" for kl in KLS} for pairs, title in PAIRS.items()
         },
     ),
+    "grpo-variants": Claim(
+        title="Variants of GRPO, and PPO, in pairs with GRPO, on sums and with a calculator",
+        score="eval/accuracy",
+        lines={},
+        bars=[
+            ("sums-grpo", "eval/accuracy", "last", ">=", 0.9, 9),
+            ("sums-ppo", "eval/accuracy", "last", ">=", 0.9, 9),
+            ("calculator-grpo", "eval/accuracy", "last", ">=", 0.9, 9),
+            ("calculator-ppo", "eval/accuracy", "last", ">=", 0.9, 9),
+        ],
+        table={"objective/kl": "KL to the start", "policy/entropy": "entropy"},
+        pairs=VARIANTS,
+    ),
     "distillation-sums": Claim(
         title="Sums: a student that learns from its own samples' score, or from a teacher's log-probabilities or texts",
         score="eval/accuracy",
@@ -199,6 +218,30 @@ CLAIMS = {
         table={"objective/kl": "KL to the teacher", "policy/entropy": "entropy"},
         axis="seconds",
         reach=0.95,
+    ),
+    "pitfalls": Claim(
+        title="What a mistake costs: the same runs with and without it",
+        score="eval/accuracy",
+        lines={},
+        bars=[],
+        table={"objective/kl": "KL to the start", "policy/entropy": "entropy", "tokens/responses_len": "tokens"},
+        panels=["eval/accuracy", "eval/optimality"],
+        pair_curves=True,
+        scores=dict.fromkeys(["ppo", "whitening", "learned", "k1", "turned", "drifting"], "eval/optimality")
+        | {"reward": "eval/all/accuracy"},
+        pairs={
+            "top-k": "sums",
+            "top-p": "sums",
+            "temperature": "sums-at-0.7",
+            "end-token": "sums",
+            "positions": "hinted",
+            "mean-of-means": "countdown",
+            "tool-trained": "calculator",
+            "whitening": "ppo",
+            "k1": "learned",
+            "turned": "learned",
+            "drifting": "learned",
+        },
     ),
     "smollm2-answers": Claim(
         title="GRPO on SmolLM2-135M-Instruct: sums in text and in chats, and questions in chats with LoRA adapters",

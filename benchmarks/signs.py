@@ -1,0 +1,99 @@
+"""Signs of a mistake in the numbers that a run logs: the first iteration of the pitfalls, before any has been learned
+from.
+
+    python benchmarks/signs.py                     # writes benchmarks/curves/pitfalls/signs.csv
+    python benchmarks/check.py --write             # the table in that folder's README.md
+
+Two signs need no other implementation to compare with. A token drawn from the policy of the loss has on average minus
+its log-probability = the entropy. And how rows are split into micro-batches must not change the gradient.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.seeds import commands
+from benchmarks.tables import ROOT, claim_path, markdown, read_csv, read_jsonl, write_csv
+
+CLAIM = "pitfalls"
+FILE = claim_path(CLAIM) / "signs.csv"
+COLUMNS = ["variant", "seed", "micro_batch_size", "nll", "entropy", "grad_norm"]
+# KL and reference show in the metrics of a whole run
+VARIANTS = """sums top-k top-p end-token sums-at-0.7 temperature hinted positions countdown mean-of-means calculator
+    tool-trained ppo whitening""".split()
+SEEDS = range(1, 11)
+MICRO_BATCH_SIZES = (16, 32)
+
+
+def first_iteration(variant, seed, micro_batch_size, folder):
+    """The command of a variant as run.sh has it, but for one iteration; without a KL grpo.py would leave out tokens."""
+    [line] = commands(CLAIM, seed, [variant])
+    words = re.sub(r" --(eval-every|micro-batch-size|run-dir|resume) \S+", "", line).split()
+    settings = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
+    flags = {"total-episodes": settings.get("rollout_batch_size", 512), "micro-batch-size": micro_batch_size, "eval-every": 0}
+    if "grpo.py" in words[1]:
+        flags["kl-coef"] = 1e-9
+    words += ["--run-dir", str(folder)]
+    for flag, value in flags.items():
+        words += [f"--{flag}", str(value)]
+    return words
+
+
+def measure(variant, seed, micro_batch_size):
+    """A row of signs.csv."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = first_iteration(variant, seed, micro_batch_size, f"{folder}/run")
+        print(shlex.join(words), flush=True)
+        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        [record] = read_jsonl(Path(folder) / "run/metrics.jsonl")
+    nll = record.get("policy/nll")
+    if nll is None:  # ppo.py has the sum over a response
+        nll = record["objective/entropy"] / record["tokens/responses_len"]
+    numbers = [nll, record["policy/entropy"], record["optim/grad_norm"]]
+    return dict(zip(COLUMNS, [variant, seed, micro_batch_size, *numbers], strict=True))
+
+
+def table():
+    """Markdown lines: the two signs of each variant."""
+    rows = read_csv(FILE)
+    lines = []
+    for variant in VARIANTS:
+        ours = [row for row in rows if row["variant"] == variant]
+        gaps = [float(row["nll"]) - float(row["entropy"]) for row in ours if row["micro_batch_size"] == "16"]
+        entropy = mean(float(row["entropy"]) for row in ours)
+        one, two = (float(row["grad_norm"]) for row in ours if row["seed"] == "1")
+        error = stdev(gaps) / len(gaps) ** 0.5
+        lines.append([f"`{variant}`", f"{entropy:.4f}", f"{mean(gaps):+.4f} ± {error:.4f}", f"{two / one - 1:+.1e}"])
+    return markdown(["variant", "entropy", "nll - entropy", "gradient, other micro-batches"], lines)
+
+
+def make_copy(variant):
+    """The copy of the repository with a variant's bug, if it has one and the copy is not there."""
+    [line] = commands(CLAIM, 1, [variant])
+    found = re.search(r"(runs/planted/\w+-(\d+))/", line)
+    if found and not (ROOT / found[1]).exists():
+        plant = [sys.executable, "benchmarks/planted/planted.py", "--bugs", found[2], "--copy", found[1]]
+        subprocess.run(plant, cwd=ROOT, check=True)
+
+
+def main():
+    for variant in VARIANTS:
+        make_copy(variant)
+    asked = [(variant, seed, 16) for variant in VARIANTS for seed in SEEDS]
+    asked += [(variant, 1, 32) for variant in VARIANTS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        write_csv(FILE, COLUMNS, [*pool.map(lambda each: measure(*each), asked)])
+
+
+if __name__ == "__main__":
+    main()

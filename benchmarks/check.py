@@ -381,6 +381,21 @@ def tried_cases():
     return [f"{len(rows)} faults and bad inputs, {tried}: {passed} rows pass."]
 
 
+def signs():
+    """What the first iteration of the pitfalls shows (benchmarks/signs.py), as Markdown lines."""
+    rows = read_csv(claim_path("pitfalls") / "signs.csv")
+    lines = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        ours = [row for row in rows if row["variant"] == variant]
+        entropy = mean(float(row["entropy"]) for row in ours)
+        gaps = [float(row["nll"]) - float(row["entropy"]) for row in ours if row["micro_batch_size"] == "16"]
+        error = stdev(gaps) / len(gaps) ** 0.5
+        small, large = (float(row["grad_norm"]) for row in ours if row["seed"] == "1")
+        change = f"{abs(large / small - 1):.0e}"
+        lines.append([f"`{variant}`", f"{entropy:.4f}", f"{mean(gaps):+.4f} ± {error:.4f}", change])
+    return markdown(["variant", "entropy", "nll - entropy", "change of the gradient"], lines)
+
+
 def blocks():
     """[(document, name in its marks, function -> lines between them)]"""
     listed = [
@@ -394,6 +409,7 @@ def blocks():
         ("benchmarks/throughput/README.md", "growth", growth.table),
         ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, "benchmarks/throughput/waits.csv")),
     ]
+    listed.append(("benchmarks/curves/pitfalls/README.md", "signs", signs))
     for name in CLAIMS:
         listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))
     for name in references.REFERENCES:

@@ -16,14 +16,13 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, stdev
 
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.seeds import commands
-from benchmarks.tables import ROOT, claim_path, markdown, read_csv, read_jsonl, write_csv
+from benchmarks.tables import ROOT, claim_path, read_jsonl, write_csv
 
 CLAIM = "pitfalls"
 FILE = claim_path(CLAIM) / "signs.csv"
@@ -40,7 +39,8 @@ def first_iteration(variant, seed, micro_batch_size, folder):
     [line] = commands(CLAIM, seed, [variant])
     words = re.sub(r" --(eval-every|micro-batch-size|run-dir|resume) \S+", "", line).split()
     settings = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
-    flags = {"total-episodes": settings.get("rollout_batch_size", 512), "micro-batch-size": micro_batch_size, "eval-every": 0}
+    episodes = settings.get("rollout_batch_size", 512)
+    flags = {"total-episodes": episodes, "micro-batch-size": micro_batch_size, "eval-every": 0}
     if "grpo.py" in words[1]:
         flags["kl-coef"] = 1e-9
     words += ["--run-dir", str(folder)]
@@ -61,20 +61,6 @@ def measure(variant, seed, micro_batch_size):
         nll = record["objective/entropy"] / record["tokens/responses_len"]
     numbers = [nll, record["policy/entropy"], record["optim/grad_norm"]]
     return dict(zip(COLUMNS, [variant, seed, micro_batch_size, *numbers], strict=True))
-
-
-def table():
-    """Markdown lines: the two signs of each variant."""
-    rows = read_csv(FILE)
-    lines = []
-    for variant in VARIANTS:
-        ours = [row for row in rows if row["variant"] == variant]
-        gaps = [float(row["nll"]) - float(row["entropy"]) for row in ours if row["micro_batch_size"] == "16"]
-        entropy = mean(float(row["entropy"]) for row in ours)
-        one, two = (float(row["grad_norm"]) for row in ours if row["seed"] == "1")
-        error = stdev(gaps) / len(gaps) ** 0.5
-        lines.append([f"`{variant}`", f"{entropy:.4f}", f"{mean(gaps):+.4f} ± {error:.4f}", f"{two / one - 1:+.1e}"])
-    return markdown(["variant", "entropy", "nll - entropy", "gradient, other micro-batches"], lines)
 
 
 def make_copy(variant):

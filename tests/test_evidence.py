@@ -12,7 +12,7 @@ import pytest
 from harness import ROOT
 from helpers import write
 
-from benchmarks import check, paired, regression, seeds, tables
+from benchmarks import check, paired, regression, seeds, signs, tables
 from benchmarks.claims import CLAIMS, TWIN
 
 
@@ -102,6 +102,14 @@ def test_samples_of_a_claim(tmp_path, monkeypatch):
     [row] = tables.read_csv(tmp_path / "samples.csv")
     assert row == {"variant": "ilql", "prompt": "How?", "before": "b", "after": "d|\\n"}
     assert check.before_and_after(name)[-1] == "| ilql | How? | b | d\\|\\n |"
+
+
+def test_signs_take_the_first_iteration_of_a_pitfall():
+    words = signs.first_iteration("top-k", 3, 32, "runs/x")
+    assert words[1].startswith("runs/planted/") and words[1].endswith("-130/algos/grpo.py")
+    settings = "--config benchmarks/tasks/arithmetic/grpo.yaml"
+    flags = "--total-episodes 512 --micro-batch-size 32 --eval-every 0 --kl-coef 1e-09"
+    assert " ".join(words[2:]) == f"--seed 3 --threads 1 {settings} --run-dir runs/x {flags}"
 
 
 def test_paired_interval_by_hand():

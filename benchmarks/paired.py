@@ -55,11 +55,14 @@ def spreads(values, variant, base):
 def table(name):
     """Lines: a table of the differences with their intervals, and how much pairing has shrunk their spread."""
     found = measures(name)
+    heads = dict(HEADS)
+    if CLAIMS[name].pair_curves:
+        del heads["seconds"]  # of a mistake
     rows = []
     ratios = {measure: [] for measure in SCORES}
     for variant, base in CLAIMS[name].pairs.items():
         cells = [f"`{variant}`", f"`{base}`"]
-        for measure in HEADS:
+        for measure in heads:
             center, half_width = paired_interval(differences(found[measure], variant, base))
             digits = 1 if measure == "seconds" else 3
             cells.append(f"{center:+.{digits}f} ± {half_width:.{digits}f}")
@@ -68,13 +71,13 @@ def table(name):
             ratios[measure].append(paired / unpaired)
             cells.append(f"{paired:.4f}, {unpaired:.4f}")
         rows.append(cells)
-    heads = ["variant", "minus", *HEADS.values(), *(f"spread {HEADS[measure]}" for measure in SCORES)]
+    columns = ["variant", "minus", *heads.values(), *(f"spread {HEADS[measure]}" for measure in SCORES)]
     shares = " and ".join(f"{median(ratios[measure]):.2f} {HEADS[measure]}" for measure in SCORES)
     return [
         "Paired differences, their mean over seeds with its 95 % interval (Student's t), and the standard deviation of "
         "a difference between runs of one seed and, for comparison, of independent seeds:",
         "",
-        *markdown(heads, rows),
+        *markdown(columns, rows),
         "",
         f"Pairing leaves of the spread, in the median over the rows: {shares}. One interval in twenty misses the true "
         "difference by chance.",

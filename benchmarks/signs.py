@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -75,8 +76,8 @@ def make_copy(variant):
 def main():
     for variant in VARIANTS:
         make_copy(variant)
-    asked = [(variant, seed, 16) for variant in VARIANTS for seed in SEEDS]
-    asked += [(variant, 1, 32) for variant in VARIANTS]
+    small, large = MICRO_BATCH_SIZES
+    asked = [*product(VARIANTS, SEEDS, [small]), *product(VARIANTS, [1], [large])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         write_csv(FILE, COLUMNS, [*pool.map(lambda each: measure(*each), asked)])
 

@@ -223,8 +223,18 @@ CLAIMS = {
         title="What a mistake costs: the same runs with and without it",
         score="eval/accuracy",
         lines={},
-        bars=[],
-        table={"objective/kl": "KL to the start", "policy/entropy": "entropy", "tokens/responses_len": "tokens"},
+        bars=[
+            ("hinted", "eval/accuracy", "last", ">=", 0.95, 9),
+            ("positions", "eval/accuracy", "last", "<=", 0.4, 9),
+            ("calculator", "eval/accuracy", "last", ">=", 0.95, 9),
+            ("tool-trained", "eval/accuracy", "last", "<=", 0.1, 9),
+        ],
+        table={
+            "objective/kl": "KL to the start",
+            "objective/kl_k3": "by k3",
+            "policy/entropy": "entropy",
+            "tokens/responses_len": "tokens",
+        },
         panels=["eval/accuracy", "eval/optimality"],
         pair_curves=True,
         scores=dict.fromkeys(["ppo", "whitening", "learned", "k1", "turned", "drifting"], "eval/optimality")

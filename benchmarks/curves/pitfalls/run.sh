@@ -20,12 +20,12 @@ hinted() {
 }
 calculator() { train "$1" grpo --config $tasks/calculator/grpo.yaml --eval-every 8; }
 whitened() { train "$1" ppo --config $tasks/randomwalks/ppo.yaml --micro-batch-size 16; }
-learned() {  # a reward that 100 pairs have taught, which is true near the reference only
+learned() {  # a reward that 300 pairs have taught, which is true near the reference only
     train "$1" grpo --model $tasks/randomwalks.py:base_model --dataset $tasks/randomwalks.py:prompts \
         --eval-dataset $tasks/randomwalks.py:eval_prompts:samples=25 --reward "$out/reward-seed$seed/hf_model" \
         --metric $tasks/randomwalks.py:metric --max-new-tokens 9 --total-episodes 10240 --rollout-batch-size 256 \
         --micro-batch-size 128 --decode-batch-size 1024 --lr 6e-4 --lr-schedule linear --adam-betas 0.9 0.95 \
-        --attn-implementation eager --eval-every 4 --kl-coef 0.1 "${@:2}"
+        --attn-implementation eager --eval-every 4 --kl-coef 0.3 "${@:2}"
 }
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     sums sums
@@ -43,7 +43,7 @@ for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     whitened ppo
     with_bug 8 whitened whitening
     train reward reward --config $tasks/randomwalks/reward.yaml --eval-every 2000 \
-        --dataset $tasks/randomwalks.py:pairs:split=train,count=100 --total-steps 400
+        --dataset $tasks/randomwalks.py:pairs:split=train,count=300 --total-steps 400
     learned learned
     with_bug 132 learned k1
     with_bug 39 learned turned

@@ -33,12 +33,6 @@ class Claim:
 TWIN = "-other-cpu"
 PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
 KLS = ["0", "0.05", "0.2"]
-VARIANTS = {}
-for task in "sums", "calculator":
-    for variant in "dr-grpo rloo batch maxrl kl kl-unbiased grpo-4 ppo".split():
-        VARIANTS[f"{task}-{variant}"] = f"{task}-grpo"
-    for variant in "dapo-4 gspo-4 cispo-4".split():
-        VARIANTS[f"{task}-{variant}"] = f"{task}-grpo-4"
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
 
 CLAIMS = {
@@ -196,19 +190,6 @@ CLAIMS = {
         groups={
             title: {f"KL coefficient {kl}": f"pairs-{pairs}-kl-{kl}" for kl in KLS} for pairs, title in PAIRS.items()
         },
-    ),
-    "grpo-variants": Claim(
-        title="Variants of GRPO, and PPO, in pairs with GRPO, on sums and with a calculator",
-        score="eval/accuracy",
-        lines={},
-        bars=[
-            ("sums-grpo", "eval/accuracy", "last", ">=", 0.9, 9),
-            ("sums-ppo", "eval/accuracy", "last", ">=", 0.9, 9),
-            ("calculator-grpo", "eval/accuracy", "last", ">=", 0.9, 9),
-            ("calculator-ppo", "eval/accuracy", "last", ">=", 0.9, 9),
-        ],
-        table={"objective/kl": "KL to the start", "policy/entropy": "entropy"},
-        pairs=VARIANTS,
     ),
     "distillation-sums": Claim(
         title="Sums: a student that learns from its own samples' score, or from a teacher's log-probabilities or texts",

@@ -621,7 +621,7 @@ def call_function(function, name, rows, given):
             else:
                 traceback.print_exception(error)
             os._exit(code)
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, InputError):
             error.add_note(f"in a call of {name}")  # a traceback says it last
         if isinstance(error, Exception | KeyboardInterrupt | Stopped):
             raise

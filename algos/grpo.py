@@ -333,8 +333,7 @@ def losses(model, batch, lines, weights, counts, args):
     weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
     "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
     gradient (clip) or weight (cispo) is clipped. policy/entropy and policy/nll are, without a KL, of tokens with an
-    advantage only.
-    objective/kl is that of the policy that sampled, loss/kl of the one that is trained.
+    advantage only. objective/kl is that of the policy that sampled, loss/kl of the one that is trained.
     """
     entropies_of = torch.no_grad()(token_entropies)
     new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, entropies_of)  # (n,), as all that follow

@@ -408,8 +408,8 @@ def blocks():
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
         ("benchmarks/throughput/README.md", "growth", growth.table),
         ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, "benchmarks/throughput/waits.csv")),
+        ("benchmarks/curves/pitfalls/README.md", "signs", signs),
     ]
-    listed.append(("benchmarks/curves/pitfalls/README.md", "signs", signs))
     for name in CLAIMS:
         listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))
     for name in references.REFERENCES:

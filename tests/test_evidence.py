@@ -112,6 +112,15 @@ def test_signs_take_the_first_iteration_of_a_pitfall():
     assert " ".join(words[2:]) == f"--seed 3 --threads 1 {settings} --run-dir runs/x {flags}"
 
 
+def test_signs_by_hand(tmp_path, monkeypatch):
+    """Gaps of 1 and 3, whose mean has a standard error of 1; the gradient grows by a half."""
+    rows = ["a,1,16,3,2,4", "a,2,16,4,1,9", "a,1,32,8,3,6"]
+    heads = "variant,seed,micro_batch_size,nll,entropy,grad_norm"
+    (tmp_path / "signs.csv").write_text("\n".join([heads, *rows]))
+    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    assert check.signs()[-1] == "| `a` | 2.0000 | +2.0000 ± 1.0000 | 5e-01 |"
+
+
 def test_paired_interval_by_hand():
     """Differences 1, 2, 3, 6: mean 3, deviation sqrt(14 / 3), half width 3.182 sqrt(14 / 3) / 2."""
     center, half_width = tables.paired_interval([1, 2, 3, 6])

@@ -720,9 +720,9 @@ def summary(run, policy, data):
         f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
         f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
         f"eta {args.eta:g}",
-        f"{args.num_epochs} epochs x ({args.rollout_batch_size} images of {args.num_inference_steps} steps, "
-        f"{len(with_noise)} of them with noise; then {run.steps_per_iteration} optimizer steps of {args.batch_size} "
-        f"images x {steps} steps: {pairs} pairs per process, {args.micro_batch_size} per forward pass)",
+        f"epochs: {args.num_epochs}, each with {args.rollout_batch_size} images of {args.num_inference_steps} steps, "
+        f"{len(with_noise)} of them with noise, then optimizer steps: {run.steps_per_iteration} of {args.batch_size} "
+        f"images x {steps} steps, {pairs} pairs per process, {args.micro_batch_size} per forward pass",
     ]
     return "\n".join(lines)
 

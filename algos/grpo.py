@@ -449,10 +449,10 @@ def summary(run, lm, data):
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, "
         f"policy loss {args.policy_loss}, ratios by {args.ratio_level}, loss mean by {args.loss_mean}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes",
-        f"{args.num_iterations} iterations x ({args.rollout_batch_size // args.group_size} groups of "
-        f"{args.group_size} episodes, then {run.steps_per_iteration} optimizer steps of {args.batch_size}: "
+        f"iterations: {args.num_iterations}, each with {args.rollout_batch_size // args.group_size} groups of "
+        f"{args.group_size} episodes, then optimizer steps: {run.steps_per_iteration} of {args.batch_size} episodes, "
         f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
-        "once)",
+        "once",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

@@ -540,9 +540,10 @@ def summary(run, policy, data):
         data.description,
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
-        f"{args.num_iterations} iterations x ({args.rollout_batch_size} episodes, then {run.steps_per_iteration} "
-        f"optimizer steps of {args.batch_size}: {args.batch_size // run.accelerator.num_processes} per process, "
-        f"{args.micro_batch_size} of the longest at once)",
+        f"iterations: {args.num_iterations}, each with {args.rollout_batch_size} episodes, then optimizer steps: "
+        f"{run.steps_per_iteration} of {args.batch_size} episodes, "
+        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
+        "once",
     ]
     if args.stop:
         lines[-1] += f"; stops: {list(args.stop)}"

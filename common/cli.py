@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib.util
@@ -92,9 +93,12 @@ def parse(argv, args_class, task=None):
     flags = {word.partition("=")[0] for word in argv}
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
+    script = Path(task or "").stem
+    refuse_other_names(words, args_class, script)
     for path in reversed(paths):
-        words = read_config(path, args_class, skips_unknown=takes_task) + words
-    refuse_other_names(words, args_class, script=Path(task or "").stem)
+        added = read_config(path, args_class, skips_unknown=takes_task)
+        refuse_other_names(added, args_class, script, f"--config {path}: ")
+        words = added + words
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
@@ -139,9 +143,10 @@ def read_config(path, args_class, skips_unknown=False):
     return words
 
 
-def refuse_other_names(words, args_class, script):
-    """InputError for each flag that the script lacks, and TRL, trlX or another of our scripts has. It quotes the row of
-    algos/MIGRATION.md: from the script's section, else from that of every script, else from another's."""
+def refuse_other_names(words, args_class, script, source=""):
+    """InputError, which begins with the source, for each flag that the script lacks. If it or a similar one is of TRL,
+    trlX or another of our scripts, it quotes the row of algos/MIGRATION.md: from the script's section, else from that
+    of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
     found = []  # (how far it is from the script, flag, what is said of it)
@@ -157,9 +162,18 @@ def refuse_other_names(words, args_class, script):
         for name in re.findall(r"(?m)^    (\w+): .* = ", args):
             found.append((2, flag_of(name), f"it is a flag of {path.name}"))
     known = {flag: said for _, flag, said in sorted(found, reverse=True)}  # the nearest comes last and stays
-    flags = {flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}
     own = {"--config", *(flag_of(field.name) for field in dataclasses.fields(args_class))}
-    stop_if([f"there is no {flag} here; {known[flag]}" for flag in sorted(flags & known.keys() - own)])
+    known |= {flag: "" for flag in own}
+    problems = []
+    for flag in sorted({flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}):
+        name = flag.replace("--no-", "--")
+        if name in own or flag.startswith("--tyro-"):
+            continue
+        hint = known.get(name, "--help all lists the flags")
+        if name not in known and (similar := difflib.get_close_matches(name, known, 1, cutoff=0.85)):
+            hint = f"did you mean {similar[0]}? {known[similar[0]]}".strip()
+        problems.append(f"{source}there is no {flag} here; {hint}")
+    stop_if(problems)
 
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
@@ -182,8 +196,12 @@ def print_help(args_class, everything):
     for name in dict.fromkeys([*args_class.required, *args_class.__annotations__, *(fields if everything else [])]):
         annotation = Annotated[fields[name].type, tyro.conf.arg(help=texts.get(name))]
         shown.append((name, annotation, copy.copy(fields[name])))
-    print(inspect.getdoc(args_class), ABOUT_FLAGS, sep="\n", end="\n\n")
-    tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
+    try:
+        print(inspect.getdoc(args_class), ABOUT_FLAGS, sep="\n", end="\n\n")
+        tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
+    except BrokenPipeError:  # of `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush would fail, too
+        sys.exit()
 
 
 # ---- Ranges ----------------------------------------------------------------------------------------------------------

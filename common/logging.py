@@ -323,8 +323,8 @@ class Run:
         args = self.args
         epochs = self.total_steps * args.batch_size / num_rows
         share = args.batch_size // self.accelerator.num_processes
-        line = f"{epochs:.3g} epochs, {self.total_steps} steps x {args.batch_size} {unit}; each step {share} {unit} "
-        line += f"per process, at most {args.micro_batch_size} per forward pass"
+        line = f"epochs: {epochs:.3g}, steps: {self.total_steps}, each of {args.batch_size} {unit}: "
+        line += f"{share} per process, at most {args.micro_batch_size} per forward pass"
         if getattr(args, "stop", ()):
             line += f"; stops: {list(args.stop)}"
         return line

@@ -351,7 +351,7 @@ def test_a_copy_without_a_flag_of_the_task():
     fields = [(field.name, field.type, field) for field in fields_of("sft") if field.name not in ("epochs", "lr")]
     copy = dataclasses.make_dataclass("Args", fields)
     assert parse([], copy, sft.TASK).batch_size == 192
-    with pytest.raises(InputError, match="2 problems:\n  - there is no --epochs here; it is a flag of dpo.py\n"):
+    with pytest.raises(InputError, match="--epochs here; it is a flag of dpo.py\n  - .*there is no --lr here; it is"):
         parse(["--config", sft.TASK], copy)
 
 
@@ -375,7 +375,8 @@ BAD_YAML = [  # the file, what is said of it
     ("stop: [[a, b], c]", "--config a.yaml: --stop must be a value, or a list of values"),
     ("stop: &a [x, x]\nbetas: [*a, *a]", "--config a.yaml: --betas must be a value, or a list"),  # which may have grown
     ("stop: " + "[" * 3000, "--config a.yaml cannot be read .*recursion"),
-    ("learning_rate: 1\noutput_dir: x", "2 problems:\n  - there is no --learning-rate "),
+    ("learning_rate: 1\noutput_dir: x", "2 problems:\n  - --config a.yaml: there is no --learning-rate "),
+    ("lrr: 1", "--config a.yaml: there is no --lrr here; did you mean --lr[?]$"),
 ]
 
 
@@ -421,19 +422,37 @@ def test_files_of_flags_may_repeat(here, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "text", "fragments"),
     [
-        ("--scores 4", "", ["Unrecognized", "--scores"]),  # a field of a batch in grpo.py
-        ("--batch-sise 4", "", ["Unrecognized", "--batch-sise", "--batch-size INT"]),
-        ("--config a.yaml", "lrr: 1", ["--lr FLOAT", "--config a.yaml"]),
+        ("4", "", ["Unrecognized", "4"]),
         ("--config a.yaml", "check: ''", ["Unrecognized", "--config a.yaml"]),
     ],
 )
 def test_what_tyro_refuses(words, text, fragments, here, capsys):
-    """Values of another type and names that do not exist: a file is named beside them."""
+    """Values that no flag takes: a file is named beside them."""
     here(text)
     with pytest.raises(SystemExit) as stop:
         parse(words.split(), sft.Args)
     told = capsys.readouterr().err
     assert stop.value.code == 2 and [fragment for fragment in fragments if fragment not in told] == []
+
+
+def test_help_into_a_pipe_that_closes():
+    command = f"{sys.executable} algos/sft.py --help | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+UNKNOWN = [  # a flag, what is said of it
+    ("--batch-sise", "did you mean --batch-size[?]"),
+    ("--no-pakking", "did you mean --packing[?]"),
+    ("--lerning-rate", "did you mean --learning-rate[?] algos/MIGRATION.md says: `--lr`"),  # of TRL
+    ("--scores", "--help all lists the flags"),  # a field of a batch in grpo.py
+]
+
+
+@pytest.mark.parametrize(("flag", "hint"), UNKNOWN)
+def test_a_flag_that_no_script_has(flag, hint):
+    with pytest.raises(InputError, match=f"^there is no {flag} here; {hint}"):
+        parse([flag, "4"], sft.Args, sft.TASK)
 
 
 def test_values_in_yaml(here):
@@ -521,4 +540,4 @@ def test_help_and_mistyped_flags_wait_for_torch_alone(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with_help = ["my_sft", *(algo for algo in SCRIPTS if algo != "dpo")]
     assert re.findall(r"^usage: .*/(\w+)\.py ", done.stdout, re.M) == with_help
-    assert "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n") and "--lr " in done.stderr
+    assert "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n") and "did you mean --lr?" in done.stderr

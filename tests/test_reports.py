@@ -79,12 +79,13 @@ SUMMARY = {
     "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
 data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
-6 iterations x (8 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
+iterations: 6, each with 8 episodes, then optimizer steps: 4 of 4 episodes, 4 per process, 8 of the longest at once""",
     "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
 data: 7 prompts; tokens: median 2, longest 3; first: 'b'
 lr 0.01 cosine, KL coefficient 0.05, advantages std, policy loss clip, ratios by token, loss mean by sequence, \
 6 new tokens, 48 episodes
-6 iterations x (4 groups of 2 episodes, then 4 optimizer steps of 4: 4 per process, 8 of the longest at once)""",
+iterations: 6, each with 4 groups of 2 episodes, then optimizer steps: 4 of 4 episodes, 4 per process, \
+8 of the longest at once""",
     "ilql": """8,561 parameters, 6,687 trained; TYPES
 data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \
 median 9; return 0.2754 +- 0.3122, scaled to 0 +- 1
@@ -93,7 +94,7 @@ median 6
 tokens: median 10, longest 11
 first row, [not actions]: [s]da<eos>; its return, as used: 1.253
 lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 94% of the way to Q
-4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass""",
+epochs: 4.17, steps: 12, each of 8 rows: 8 per process, at most 8 per forward pass""",
     "sft": """4,476 parameters, 4,476 trained; TYPES
 data: 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200 tokens, \
 per row 3 to 10, median 9; tokens per row: median 10, longest 11
@@ -101,7 +102,7 @@ per row 3 to 10, median 9; tokens per row: median 10, longest 11
 tokens, per row 3 to 10, median 6
 first row, [without loss]: [s]da<eos>
 lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
-4.17 epochs, 12 steps x 8 rows; each step 8 rows per process, at most 8 per forward pass; \
+epochs: 4.17, steps: 12, each of 8 rows: 8 per process, at most 8 per forward pass; \
 evaluations sample 5 prompts""",
     "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
 data: 22 pairs, 0 dropped as longer than 32, 0 as equal
@@ -109,20 +110,20 @@ data: 22 pairs, 0 dropped as longer than 32, 0 as equal
 tokens of the longer text: median 11, longest 11
 first pair: 's' | chosen: 'da' | rejected: 'busuidtkb'
 lr 0.01 cosine, at most 32 tokens per text
-4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass""",
+epochs: 4.36, steps: 12, each of 8 pairs: 8 per process, at most 8 per forward pass""",
     "dpo": """4,476 parameters, 4,476 trained; TYPES
 data: 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
 --eval-dataset: 7 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
 tokens of the longer text: median 11, longest 11
 first pair: ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
 lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
-4.36 epochs, 12 steps x 8 pairs; each step 8 pairs per process, at most 8 per forward pass; \
+epochs: 4.36, steps: 12, each of 8 pairs: 8 per process, at most 8 per forward pass; \
 evaluations sample 5 prompts""",
     "ddpo": """46,481 parameters, 46,481 trained; TYPES
 data: 3 prompts, 3 to evaluate; first: 'a red circle'
 lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
-6 epochs x (4 images of 2 steps, 2 of them with noise; then 2 optimizer steps of 2 images x 2 steps: 4 pairs per \
-process, 8 per forward pass)""",
+epochs: 6, each with 4 images of 2 steps, 2 of them with noise, then optimizer steps: 2 of 2 images x 2 steps, \
+4 pairs per process, 8 per forward pass""",
 }
 NONE = "0 dropped without room for a response, 0 as equal"
 TYPES = "float32 weights, no autocast, cpu, processes: 1, threads of each: 1"
@@ -459,7 +460,11 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
 SAID = [  # flags, what the summary says of the reference or the head
     ("ppo", "--ref-model MODEL", "; reference: a model of its own\n"),
     ("grpo", "--kl-coef 0", "; reference: none\n"),
-    ("sft", "--stop a b --max-length 9", "at most 9 tokens per row, 6 new tokens\n4.17 epochs, 12 steps x 8 rows; "),
+    (
+        "sft",
+        "--stop a b --max-length 9",
+        "at most 9 tokens per row, 6 new tokens\nepochs: 4.17, steps: 12, each of 8 rows: ",
+    ),
     ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
     (
         "ppo",

@@ -274,8 +274,9 @@ def data_digest(name):
 def draw_figure(name):
     claim = CLAIMS[name]
     if claim.pairs:
-        return paired.draw(name, data_digest(name))
-    figure = draw_over(name) if claim.over else draw_panels(name)
+        figure = paired.draw(name)
+    else:
+        figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
     save_figure(figure, claim_path(name) / "curve.png", 90, data_digest(name))
 

@@ -6,14 +6,12 @@ from statistics import median, stdev
 
 from benchmarks.claims import CLAIMS
 from benchmarks.tables import (
-    claim_path,
     curves,
     draw_curves,
     history,
     markdown,
     paired_interval,
     points,
-    save_figure,
     stored_runs,
 )
 
@@ -84,10 +82,8 @@ def table(name):
     ]
 
 
-def draw(name, data):
-    figure = draw_pairs(name) if CLAIMS[name].pair_curves else draw_differences(name)
-    figure.suptitle(CLAIMS[name].title, fontsize=10)
-    save_figure(figure, claim_path(name) / "curve.png", 90, data)
+def draw(name):
+    return draw_pairs(name) if CLAIMS[name].pair_curves else draw_differences(name)
 
 
 def draw_pairs(name):

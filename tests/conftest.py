@@ -144,12 +144,6 @@ def family(request):
 
 
 @pytest.fixture
-def tiny_dir(family, tiny_dirs):
-    """Directory of a tiny model; the test runs for every family."""
-    return tiny_dirs[family]
-
-
-@pytest.fixture
 def gpt2_dir(tiny_dirs):
     return tiny_dirs["gpt2"]
 

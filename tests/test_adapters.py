@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import close, equal, log, recorded, rolled, same_run
-from helpers import weights as weights_of
+from test_invariants import weights
 from test_models import IDS, more_vowels
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -47,11 +47,6 @@ def run(script, model, run_dir, **flags):
     if script is grpo:
         settings["group_size"] = 4
     return script.main(script.Args(**settings | flags))
-
-
-def weights(run_dir):
-    """{file.name: tensor} of what a run has exported."""
-    return weights_of(run_dir / "hf_model")
 
 
 def logits(model, ids=IDS):
@@ -304,11 +299,9 @@ def test_a_base_with_a_hole(lora, gpt2_dir, tmp_path):
     held = safetensors.torch.load_file(tmp_path / "base" / "model.safetensors")
     held.pop("transformer.h.1.mlp.c_fc.weight")
     safetensors.torch.save_file(held, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    shutil.copytree(lora(sft) / "hf_model", tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}))
+    adapter = based_on(lora(sft) / "hf_model", tmp_path / "base", tmp_path / "adapter")
     with pytest.raises(InputError, match="--model .*adapter cannot be loaded: transformer.h.1.mlp.c_fc.* is missing"):
-        load_model(flags_of(), tmp_path / "adapter")
+        load_model(flags_of(), adapter)
 
 
 def based_on(adapter, base, folder):
@@ -426,15 +419,6 @@ def test_checkpoints_of_other_weights(build_model, letters, lora, tmp_path, seed
     letters.save_pretrained(tmp_path / "model")
     with pytest.raises(InputError, match=f"--resume .* holds other weights, such as {what}: keep its --model and"):
         run(sft, tmp_path / "model", tmp_path / "run", resume=str(checkpoint), lora_r=rank)
-
-
-def comparable(run_dir):
-    """The metrics of a run, but accuracies of policy and reference that are equal to rounding."""
-    records = log(run_dir)
-    for record in records:
-        if record["step"] == 1:
-            record.pop("rewards/accuracies", None)
-    return records
 
 
 def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_path):

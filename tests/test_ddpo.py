@@ -314,26 +314,20 @@ def test_a_pipeline_of_another_kind(build_pipeline):
             load(model)
 
 
-def test_a_prediction_of_an_unknown_type_is_refused(build_pipeline):
+NO_SIZE = "is no sample_size of a UNet or scaling_factor of a VAE"
+UNUSABLE = [  # part, what its config says, what is said of it
+    ("scheduler", {"prediction_type": "flow_prediction"}, "its scheduler has the prediction type flow_prediction"),
+    *(("unet", {"sample_size": size}, NO_SIZE) for size in (0, 10**9, "x", [8, 0])),
+    # it takes the weight of the guidance as an input, which nothing here gives it
+    ("unet", {"time_cond_proj_dim": 8}, "is a latent consistency model, whose UNet takes the guidance as an input"),
+]
+
+
+@pytest.mark.parametrize(("part", "setting", "said"), UNUSABLE)
+def test_a_pipeline_that_cannot_be_used(build_pipeline, part, setting, said):
     pipeline = build_pipeline()
-    pipeline.scheduler.register_to_config(prediction_type="flow_prediction")
-    with pytest.raises(InputError, match="its scheduler has the prediction type flow_prediction"):
-        load(pipeline)
-
-
-@pytest.mark.parametrize("size", [0, 10**9, "x", [8, 0]])
-def test_sizes_that_cannot_be_are_refused(build_pipeline, size):
-    pipeline = build_pipeline()
-    pipeline.unet.register_to_config(sample_size=size)
-    with pytest.raises(InputError, match="is no sample_size of a UNet or scaling_factor of a VAE"):
-        load(pipeline)
-
-
-def test_a_latent_consistency_model_is_refused(build_pipeline):
-    """Its UNet takes the weight of the guidance as an input, which nothing here gives it."""
-    pipeline = build_pipeline()
-    pipeline.unet.register_to_config(time_cond_proj_dim=8)
-    with pytest.raises(InputError, match="is a latent consistency model, whose UNet takes the guidance as an input"):
+    getattr(pipeline, part).register_to_config(**setting)
+    with pytest.raises(InputError, match=said):
         load(pipeline)
 
 

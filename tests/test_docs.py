@@ -145,22 +145,7 @@ def test_the_set_ups_of_readme_are_run_as_they_stand():
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
-MODULES = [
-    arithmetic,
-    calculator,
-    pretrained,
-    randomwalks,
-    shapes,
-    ddpo,
-    dpo,
-    grpo,
-    ilql,
-    ppo,
-    reward,
-    sft,
-    check,
-    run_logging,
-]
+MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, run_logging]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -121,13 +121,6 @@ def test_signs_by_hand(tmp_path, monkeypatch):
     assert check.signs()[-1] == "| `a` | 2.0000 | +2.0000 ± 1.0000 | 5e-01 |"
 
 
-def test_paired_interval_by_hand():
-    """Differences 1, 2, 3, 6: mean 3, deviation sqrt(14 / 3), half width 3.182 sqrt(14 / 3) / 2."""
-    center, half_width = tables.paired_interval([1, 2, 3, 6])
-    assert center == 3
-    assert half_width == pytest.approx(3.182 * math.sqrt(14 / 3) / 2)
-
-
 def test_variants_are_compared_seed_by_seed(monkeypatch):
     """At the end 1, 2 and 3 more than the others of the same seeds, on average 0, 0.5 and 1. A fourth has no other."""
     name, variant, base = "grpo-sums", "ours", "theirs"

@@ -447,12 +447,6 @@ def test_a_reward_that_forks(run, tmp_path):
     assert (tmp_path / "run/README.md").exists() and "Traceback" not in process.err
 
 
-@pytest.mark.case(29, "ppo")
-def test_a_reward_that_ends_the_process(run, tmp_path):
-    (tmp_path / "ends.py").write_text("import sys\n\ndef reward(**columns):\n    sys.exit(0)\n")
-    assert "ends.py:reward ended with SystemExit(0)" in run("ppo", "--reward", "ends.py:reward", expect=1).err
-
-
 # ---- Signals and the lock --------------------------------------------------------------------------------------------
 
 INT = signal.SIGINT
@@ -648,13 +642,3 @@ def test_another_number_of_threads_changes_rounding_only(algo, scripts, work, tm
         metrics.append(log(tmp_path / threads))
     for a, b in zip(*metrics, strict=True):
         assert a == pytest.approx(b, rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.case(63)
-@by_default("sft")
-def test_secrets_of_the_environment_stay_there(algo, run, tmp_path):
-    canaries = {"HF_TOKEN": "hf_CANARYCANARY", "WANDB_API_KEY": "0123456789abcdefCANARY" * 2, "MY_PASSWORD": "CANARY3"}
-    process = run(algo, **canaries)
-    assert "CANARY" not in process.out + process.err
-    found = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(found) > 20 and [path for path in found if b"CANARY" in path.read_bytes()] == []

@@ -207,7 +207,10 @@ TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
+OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
+    ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
+    ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
@@ -441,20 +444,6 @@ def test_help_into_a_pipe_that_closes():
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
-UNKNOWN = [  # a flag, what is said of it
-    ("--batch-sise", "did you mean --batch-size[?]"),
-    ("--no-pakking", "did you mean --packing[?]"),
-    ("--lerning-rate", "did you mean --learning-rate[?] algos/MIGRATION.md says: `--lr`"),  # of TRL
-    ("--scores", "--help all lists the flags"),  # a field of a batch in grpo.py
-]
-
-
-@pytest.mark.parametrize(("flag", "hint"), UNKNOWN)
-def test_a_flag_that_no_script_has(flag, hint):
-    with pytest.raises(InputError, match=f"^there is no {flag} here; {hint}"):
-        parse([flag, "4"], sft.Args, sft.TASK)
-
-
 def test_values_in_yaml(here):
     """Numbers as PyYAML does not read them, nothing, lists, texts that look like something else; two files in turn, of
     which the later wins, and flags over both."""
@@ -481,6 +470,10 @@ ELSEWHERE = [  # script, a word, what is said of it
     ("sft", "--init-kl-coef", f"{SAYS} ppo.py has `--kl-coef`"),
     ("grpo", "--beta", f"{SAYS} `--kl-coef`"),
     ("sft", "--beta=0.1", "it is a flag of dpo.py"),
+    ("sft", "--batch-sise", "did you mean --batch-size[?]"),
+    ("sft", "--no-pakking", "did you mean --packing[?]"),
+    ("sft", "--lerning-rate", f"did you mean --learning-rate[?] {SAYS} `--lr`"),
+    ("sft", "--scores", "--help all lists the flags"),  # a field of a batch in grpo.py
 ]
 
 

@@ -365,7 +365,7 @@ MICRO = [
     {"micro_batch_size": 2, "gradient_checkpointing": True},
 ]
 OTHER = {
-    "sft": [{"packing": True}],
+    "sft": [{"packing": False}],
     "sft-packed": [{"packing": False, "micro_batch_size": 2}],
     "reward": [{"packing": False, "micro_batch_size": 1}],
     "dpo": [{"precompute_ref": False}, {"packing": False, "micro_batch_size": 2}],

@@ -1,7 +1,6 @@
 """ppo and grpo learn: `python -m pytest -m slow tests/test_learning.py`
 
-The first commands, without flags, as a user types them; that the curve of ppo comes from the advantages, and that the
-KL penalty holds the policy. In the default run grpo learns in tests/test_grpo.py.
+The first commands, without flags, as a user types them; that the curve of ppo comes from the advantages.
 """
 
 import os
@@ -61,22 +60,9 @@ def train(run_dir, **flags):
     return values(run_dir, "eval/optimality")
 
 
-def test_ppo_learns(tmp_path):
-    before, after = train(tmp_path / "run")
-    assert abs(before - DATA_LEVEL) < 0.05
-    assert after > 0.75
-
-
 def test_advantages_are_what_it_learns_from(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "masked_whiten", lambda x, mask: x * 0)
     before, after = train(tmp_path / "zero", vf_coef=0.0, total_episodes=512)
     assert before == after  # nothing else pushes the policy
     before, after = train(tmp_path / "value-loss-alone")
     assert after < before + 0.05  # the value loss moves the shared trunk, but not towards the reward
-
-
-def test_large_kl_coef_holds_the_policy(tmp_path):
-    """After a first step towards the reward the penalty brings the policy back."""
-    held = train(tmp_path / "run", kl_coef=10.0, vf_coef=0.1, total_episodes=5120)
-    assert abs(held[-1] - held[0]) < 0.15
-    assert abs(values(tmp_path / "run", "objective/kl")[-1]) < 0.6

@@ -406,10 +406,3 @@ def test_parts_of_what_was_sampled():
     twice = [*once, ([1, 2], [5, 6])]  # the first was cut
     assert sampled_part([1], [1, 2, 5, 6], twice) == [1, 2, 5, 6]
     assert sampled_part([1], [1, 2, 3, 5], twice) == [1, 2, 3]
-
-
-def test_flags_that_do_not_go_together(gpt2_dir, tmp_path):
-    with pytest.raises(InputError, match="--stop is not used with --rollout"):
-        run("grpo", gpt2_dir, tmp_path / "run", stop=("a",))
-    with pytest.raises(InputError, match="--min-length-limit is not used with --rollout"):
-        run("ppo", gpt2_dir, tmp_path / "run", min_length_limit=3)

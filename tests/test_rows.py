@@ -860,7 +860,8 @@ NAMES = "its first line must have one name for each cell of a row, and none twic
 UNREADABLE = [  # name, bytes, what is said
     ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "it is not UTF-8 .byte 15.: save it as UTF-8"),
     ("shell.jsonl", '{"prompt": "a"}'.encode("utf-16"), "it is not UTF-8 .byte 1.: save it as UTF-8"),
-    ("lines.jsonl", b'{"prompt": "a"}\n{"prompt": }\n', "line 2 is not valid JSON: Expecting value, column 12"),
+    ("lines.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value, column 12"),
+    ("torn.jsonl.gz", b"no gzip", ".*"),
     (
         "wide.csv",
         b"prompt,answer\na,b\nc,d,e\n",

@@ -5,14 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import PAD, same_run
-from test_invariants import ROUNDING_OF_ADAM, ROWS, run_sft
+from helpers import PAD
 
-from algos import sft
 from common.data import collate, line_length, pack
 from common.scoring import split_lines
-
-LONG = [{"prompt": p, "completion": c} for p, c in (("abc", "defghijk"), ("l", "mnop"), ("qr", "s"), ("tu", ""))]
 
 
 @pytest.mark.parametrize(
@@ -67,23 +63,3 @@ def test_every_process_has_equally_many_micro_batches(packing, processes):
     assert max(map(line_length, lines)) == 11
     needed = 6 if packing else 11  # lines of at most 11 tokens, of 58
     assert len(lines) < needed + processes
-
-
-def test_packing_changes_no_metric(monkeypatch, gpt2_dir, tmp_path):
-    """Training is packed, evaluation never."""
-    flags = {"max_length": 16, "eval_dataset": LONG, "eval_every": 2, "lr": 5e-3}
-    run_sft(gpt2_dir, tmp_path / "apart", ROWS + LONG, packing=False, **flags)
-    trained = []
-    evaluated = []
-    line_logprobs = sft.line_logprobs
-
-    def watched(model, lines, *more, **options):
-        sizes = trained if model.training else evaluated
-        sizes.append([len(line) for line in lines])
-        return line_logprobs(model, lines, *more, **options)
-
-    monkeypatch.setattr(sft, "line_logprobs", watched)
-    run_sft(gpt2_dir, tmp_path / "packed", ROWS + LONG, micro_batch_size=2, packing=True, **flags)
-    assert max(itertools.chain(*trained)) >= 2
-    assert {*itertools.chain(*evaluated)} == {1}
-    same_run(tmp_path / "packed", tmp_path / "apart", ROUNDING_OF_ADAM)

@@ -1,4 +1,4 @@
-"""The embedded tasks of texts; test_ddpo.py has the shapes: `python -m pytest tests/test_tasks.py`"""
+"""The embedded tasks: `python -m pytest tests/test_tasks.py`"""
 
 import itertools
 import random
@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 import torch
 from harness import ROOT, lines
@@ -16,7 +17,7 @@ from test_models import reload
 from transformers import AutoTokenizer
 
 from algos import grpo, sft
-from benchmarks.tasks import arithmetic, calculator, randomwalks
+from benchmarks.tasks import arithmetic, calculator, randomwalks, shapes
 from common.cli import from_task
 
 SUM = "676+236="
@@ -175,16 +176,6 @@ def test_scores_of_outputs(prompt, output, right, written):
     assert arithmetic.is_written_solution(prompt, output) == written
 
 
-def test_pass_at_k_by_hand():
-    """Samples of a prompt need not be neighbours; of unequal numbers there is none."""
-    prompts = [SUM, "100+100=", SUM, "100+100="]
-    outputs = [f"{SUM_STEPS}#0912", "#0201", "", "#0202"]
-    values = arithmetic.metric(outputs, prompts, outputs)
-    assert values["accuracy"] == [1.0, 0.0, 0.0, 0.0]
-    assert values["pass@2"] == [1.0, 0.0, 1.0, 0.0]
-    assert "pass@2" not in arithmetic.metric(outputs[:3], prompts[:3], outputs[:3])
-
-
 def test_shuffled_rewards_are_those_of_other_samples():
     rows = arithmetic.solutions(count=256)
     prompts = [row["prompt"] for row in rows]
@@ -218,8 +209,6 @@ def test_splits_are_apart(level):
     assert len(learnt) == 32_000
     seen = set(map(problem_of, train)) | set(map(problem_of, learnt))
     assert not seen & (set(map(problem_of, held_out)) | set(map(problem_of, test)))
-    repeated = [row["prompt"] for row in arithmetic.eval_prompts(level, count=2, samples=3)]
-    assert repeated == [held_out[0]] * 3 + [held_out[1]] * 3
 
 
 def test_solutions_of_sums_forget_the_first_carry():
@@ -380,3 +369,29 @@ def test_a_base_model_is_made_again_by_its_command(accelerator, letters, scripts
     found = loss_of(tmp_path / "run/hf_model")
     assert found == pytest.approx(loss_of(randomwalks.base_model()), abs=0.005)
     assert found < 1.5 < 3 < loss_of(randomwalks.untrained_model())
+
+
+# ---- Shapes ----------------------------------------------------------------------------------------------------------
+
+
+def test_drawings_are_recognised():
+    images, captions = shapes.drawings(36)
+    images = images.transpose(0, 3, 1, 2)
+    for name in ("agreement", "colour", "shape"):
+        assert shapes.metric(images, captions)[name] == [1.0] * 36
+    found = shapes.metric(images, captions[1:] + captions[:1])  # of the neighbours: "a red square" for a red circle
+    assert (mean(found["agreement"]), mean(found["colour"]), mean(found["shape"])) == (0, pytest.approx(2 / 3), 0)
+    assert shapes.recognise(np.full((3, 32, 32), 0.4)) == (None, None)
+
+
+def test_rewards_of_images():
+    plain = np.full((3, 32, 32), 0.25)
+    busy = np.random.default_rng(0).uniform(size=(3, 32, 32))
+    assert shapes.brightness([plain], [""]) == [0.25]
+    small, large = shapes.incompressibility([plain, busy], ["", ""])
+    assert 0.3 < small < 1 < 1.5 < large < 3  # kB, of which 0.6 are no pixels
+    assert shapes.compressibility([plain, busy], ["", ""]) == [-small, -large]
+    many = [np.full((3, 32, 32), level) * busy for level in np.linspace(0.1, 1, 20)]
+    scores = shapes.compressibility(many, [""] * 20)
+    shuffled = shapes.shuffled(many, [""] * 20)
+    assert sorted(shuffled) == sorted(scores) and shuffled != scores

@@ -25,20 +25,12 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+from common.data import load_rows
 from common.launch import peak_memory_mb
 from common.sampling import decode, sample
 from common.seeding import uniforms
 
 NEW_LINE = "Ċ"  # as the tokenizer's vocabulary spells it
-
-
-def rows_of(spec):
-    """The rows of a flag such as `benchmarks/tasks/pretrained.py:reviews:split=test,copies=8`."""
-    _, name, *arguments = spec.split(":")
-    options = dict(argument.split("=") for argument in ",".join(arguments).split(",") if argument)
-    if "copies" in options:
-        options["copies"] = int(options["copies"])
-    return getattr(pretrained, name)(**options)
 
 
 class Evaluations(TrainerCallback):
@@ -76,7 +68,7 @@ class Evaluations(TrainerCallback):
 
 def sampled(flags, tokenizer, prompts, score):
     """measure(model) -> mean score of what is sampled for the rows of `prompts`, with the draws of our evaluation."""
-    rows = rows_of(prompts)
+    rows = load_rows(prompts, "--dataset")
     queries = tokenizer([row["prompt"] for row in rows])["input_ids"]
     limit = flags["max_new_tokens"]
     draws = uniforms(flags["seed"], "eval", 0, range(len(rows)), limit)
@@ -141,7 +133,7 @@ def main(run_dir, out_dir):
     flags = yaml.safe_load((run_dir / "config.yaml").read_text())
     model = pretrained.model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = rows_of(flags["dataset"])
+    rows = load_rows(flags["dataset"], "--dataset")
     steps = flags.get("total_steps") or math.ceil(flags.get("epochs", 0) * len(rows) / flags["batch_size"])
     settings = settings_of(flags, steps) | {"per_device_train_batch_size": flags["micro_batch_size"]}
     options = {"processing_class": tokenizer}
@@ -156,7 +148,7 @@ def main(run_dir, out_dir):
     elif algo == "reward":
         trainer_class, config = RewardTrainer, RewardConfig
         settings["pad_token"] = "<|endoftext|>"  # else it is the end token, and the score is read before it
-        measure = pair_accuracy(tokenizer, rows_of(flags["eval_dataset"]))
+        measure = pair_accuracy(tokenizer, load_rows(flags["eval_dataset"], "--eval-dataset"))
     else:
         trainer_class, config = GRPOTrainer, GRPOConfig
         measure = sampled(flags, tokenizer, flags["eval_dataset"], sum_score)

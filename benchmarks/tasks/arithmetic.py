@@ -19,7 +19,6 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -195,21 +194,14 @@ def shuffled_reward(samples: list[str], prompts: list[str], outputs: list[str], 
 
 
 def metric(samples: list[str], prompts: list[str], outputs: list[str], **columns) -> dict[str, list[float]]:
-    """Per sample: accuracy (the reward), format (1.0 where the output is a written solution with an answer), length in
-    characters; and pass@k, 1.0 where one of the k samples of its prompt is right, if each prompt stands k > 1 times."""
-    scores = reward(samples, prompts, outputs)
+    """Per sample: accuracy (the reward), format (1.0 where the output is a written solution with an answer), and length
+    in characters."""
     pairs = list(zip(prompts, outputs, strict=True))
-    values = {
-        "accuracy": scores,
+    return {
+        "accuracy": reward(samples, prompts, outputs),
         "format": [float(is_written_solution(prompt, output)) for prompt, output in pairs],
         "length": [len(output) for output in outputs],
     }
-    counts = set(Counter(prompts).values())
-    k = max(counts, default=1)
-    if counts == {k} and k > 1:
-        solved = {prompt for prompt, score in zip(prompts, scores, strict=True) if score}
-        values[f"pass@{k}"] = [float(prompt in solved) for prompt in prompts]
-    return values
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -268,15 +260,12 @@ def prompts(level: str = "sums", split: str = "train", count: int | None = None)
     return [{"prompt": prompt} for prompt in different_problems(level, split, count)]
 
 
-def eval_prompts(level: str = "sums", count: int | None = None, samples: int = 1) -> list[dict]:
-    """Held-out problems, each `samples` times: with 8 the metric has pass@8. Default: 500 sums or 300 countdowns. The
-    standard error of an accuracy is at most 0.022 or 0.029."""
+def eval_prompts(level: str = "sums", count: int | None = None) -> list[dict]:
+    """Held-out problems. Default: 500 sums or 300 countdowns. The standard error of an accuracy is at most 0.022 or
+    0.029."""
     if count is None:
         count = 300 if level == "countdown" else 500
-    rows = []
-    for prompt in different_problems(level, "test", count):
-        rows += [{"prompt": prompt} for _ in range(samples)]
-    return rows
+    return [{"prompt": prompt} for prompt in different_problems(level, "test", count)]
 
 
 def solution(prompt: str, number: int, wrong_share: float) -> str:

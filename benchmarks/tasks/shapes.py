@@ -6,9 +6,9 @@ scheduler), trained on drawings of this file by `python benchmarks/tasks/shapes.
 core; other machines get other bits) and committed as `shapes/base_model/`. Images are 32 x 32, latents 4 x 8 x 8.
 
 Rewards of images, (B, 3, H, W) in [0, 1]: `compressibility` and `incompressibility` as in the DDPO paper (Black et al.
-2023, arXiv:2305.13301, Sec. 5.1), measured as its authors' code does, by the size of a JPEG file of quality 95;
-`brightness`; and `agreement` with the caption, read off the pixels. Grey level and waves vary much from drawing to
-drawing, so that the first three have room; agreement tells what a reward has cost.
+2023, arXiv:2305.13301, Sec. 5.1), measured as its authors' code does, by the size of a JPEG file of quality 95,
+and `brightness`. Grey level and waves vary much from drawing to drawing, so that these have room. `metric` also has the
+agreement with the caption, read off the pixels, which tells what a reward has cost.
 
 Spec strings name its functions: `benchmarks/tasks/shapes.py:brightness`. Copying this file is how to write your own
 task: keep the row function and a reward; with a model from the Hugging Face hub nothing below "Model" is needed.
@@ -160,13 +160,6 @@ def metric(images, prompts: list[str], **columns) -> dict[str, list[float]]:
     values["brightness"] = brightness(images, prompts)
     values["kilobytes"] = incompressibility(images, prompts)
     return values
-
-
-def agreement(images, prompts: list[str], **columns) -> list[float]:
-    """The share of the caption that is drawn: 0.5 for the colour, 0.5 for the shape."""
-    values = metric(images, prompts)
-    pairs = zip(values["colour"], values["shape"], strict=True)
-    return [(colour + shape) / 2 for colour, shape in pairs]
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------

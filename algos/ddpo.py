@@ -65,8 +65,8 @@ from common.cli import (
     spec_path,
     stop_if,
 )
-from common.data import load_rows, load_sets, local_rows, set_flag, set_prefix, texts
-from common.launch import accumulate, on_main, optimizer_step, reduce_sums
+from common.data import load_rows, load_sets, set_flag, set_prefix, texts
+from common.launch import accumulate, local_rows, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.model import loading
 from common.seeding import rng, stream_rows

@@ -46,7 +46,6 @@ from common.data import (
     in_lines,
     int32,
     is_chat,
-    num_labels,
     pair_texts,
     prompt_messages,
     set_flag,
@@ -58,7 +57,7 @@ from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
-from common.scoring import line_logprobs, pair_length, score_pairs, split_rows
+from common.scoring import line_logprobs, num_labels, pair_length, score_pairs, split_rows
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 

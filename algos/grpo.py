@@ -445,7 +445,7 @@ def summary(run, lm, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
-        data.description,
+        f"data: {data.report}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, "
         f"policy loss {args.policy_loss}, ratios by {args.ratio_level}, loss mean by {args.loss_mean}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes",

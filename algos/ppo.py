@@ -466,7 +466,7 @@ def update(run, model, optimizer, batch, args):
     """K epochs of minibatches, with one optimizer step each. Returns metrics: means over trained tokens and epochs, and
     the numbers of epochs and skipped steps."""
     accelerator = run.accelerator
-    lengths = batch.lengths()
+    lengths = batch.mask.sum(1).cpu()  # trained tokens of each episode
     tokens = len(batch.rows)  # that are trained, of all episodes
     # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
     # episodes.
@@ -537,7 +537,7 @@ def summary(run, policy, data):
     reference = "a model of its own" if args.ref_model else "the model at the start"
     lines = [
         f"{run.describe(policy)}; reference: {reference}",
-        data.description,
+        f"data: {data.report}",
         f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
         f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
         f"iterations: {args.num_iterations}, each with {args.rollout_batch_size} episodes, then optimizer steps: "

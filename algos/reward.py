@@ -35,19 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import (
-    Count,
-    DataArgs,
-    InputError,
-    ModelArgs,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    RunArgs,
-    build,
-    cli,
-    stop_if,
-)
+from common.cli import Count, DataArgs, InputError, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, build, cli
 from common.data import in_lines, int32, is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
@@ -145,7 +133,8 @@ def load_classifier(args, path):
         how = "merge it into its model (merge_and_unload of peft), save that and give it"
         raise InputError(f"--model {path}: a LoRA adapter without {missing[0]}: {how}")
     lost = [name for name in missing if name.startswith(f"{model.base_model_prefix}.") and "pooler" not in name]
-    stop_if([f"--model {path}: {name} is missing" for name in lost[:1]])
+    if lost:
+        raise InputError(f"--model {path}: {lost[0]} is missing")
     for number, name in enumerate(missing):
         weight = model.get_parameter(name)
         scale = (weight.shape[-1] + 1) ** -0.5 if weight.ndim > 1 else 0.0
@@ -264,13 +253,6 @@ class Data:
     report: str = ""
 
 
-def read(args):
-    """The rows named by the flags."""
-    rows = load_rows(args.dataset, "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    return Data(rows, eval_sets)
-
-
 def load(args, path, device):
     """The classifier, with weights frozen or adapters added by flags, its tokenizer, and whether its head is new."""
     lm, tokenizer, new_head = load_classifier(args, path)
@@ -337,7 +319,7 @@ IN_STATUS = ["train/loss", "rewards/accuracies", "rewards/margins"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = read(args)
+    data = Data(load_rows(args.dataset, "--dataset"), load_sets(args.eval_dataset, "--eval-dataset"))
     run = Run(args, __file__)
     if run.finished:
         return run.result()

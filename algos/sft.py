@@ -31,22 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Positive, TextArgs, build, cli
-from common.data import (
-    encode_prompts,
-    encode_segments,
-    first_label,
-    int32,
-    marked,
-    num_labels,
-    set_flag,
-    set_prefix,
-    untrained_end,
-)
+from common.data import encode_prompts, encode_segments, int32, marked, set_flag, set_prefix, untrained_end
 from common.launch import accumulate, optimizer_step, prepare
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
 from common.sampling import evaluate_samples, read_data
-from common.scoring import line_logprobs, split_lines
+from common.scoring import first_label, line_logprobs, num_labels, split_lines
 from common.scoring import token_nll as token_nll  # for those who import it from here
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config

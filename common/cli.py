@@ -383,8 +383,7 @@ class OptimizerArgs:
     so many of the longest have. Changes memory and speed, never the result."""
 
     def learning_rate(self, step, total_steps):
-        """The rate of optimizer step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then
-        constant."""
+        """The rate of step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then constant."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.lr_schedule == "constant":
@@ -506,8 +505,7 @@ SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?
 
 
 def spec_path(spec):
-    """The file or directory that a spec string names, in the working directory or the repository; None for a hub id or
-    an object."""
+    """The file or directory that a spec string names, in the working directory or the repository; None for others."""
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)

@@ -13,7 +13,6 @@ import gzip
 import io
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -131,8 +130,7 @@ def rows_of_csv(text):
 
 
 def without_nulls(value):
-    """A chat, or tools, without the keys that Arrow has filled with null because others have them; a message without
-    content keeps that."""
+    """A chat, or tools, without the keys that Arrow has filled with null; a message without content keeps that key."""
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if not isinstance(value, dict):
@@ -556,16 +554,6 @@ def untrained_end(tokenizer, ends, trained):
 # ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------
 
 
-def num_labels(labels):
-    """How many of the labels are tokens; the others are -100."""
-    return len(labels) - labels.count(-100)
-
-
-def first_label(labels):
-    """Position of the first token with a label; 1 if there is none."""
-    return next((place for place, label in enumerate(labels) if label != -100), 1)
-
-
 def line_length(line):
     """Tokens of the examples (ids, ...) in a line."""
     return sum(len(ids) for ids, *_ in line)
@@ -625,10 +613,3 @@ def pad_rows(rows, fill, begins=None, dtype=None, device=None):
         aligned = [fill] * (left - begin) + list(row)
         padded.append(aligned + [fill] * (width - len(aligned)))
     return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)
-
-
-def local_rows(accelerator, num_rows):
-    """The share of a process, as a list. If the rows do not divide evenly, the last shares repeat the last row."""
-    share = math.ceil(num_rows / accelerator.num_processes)
-    begin = accelerator.process_index * share
-    return [min(row, num_rows - 1) for row in range(begin, begin + share)]

@@ -205,6 +205,13 @@ def reduce_sums(accelerator, sums):
 # ---- Between processes -----------------------------------------------------------------------------------------------
 
 
+def local_rows(accelerator, num_rows):
+    """The share of a process, as a list. If the rows do not divide evenly, the last shares repeat the last row."""
+    share = math.ceil(num_rows / accelerator.num_processes)
+    begin = accelerator.process_index * share
+    return [min(row, num_rows - 1) for row in range(begin, begin + share)]
+
+
 shared_errors = []  # the newest error that every process has got, if it is none of the model
 
 
@@ -225,7 +232,6 @@ def on_each(accelerator, function, *args):
     """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
     from accelerate.utils import gather_object
 
-    result = None
     error = None
     said = None
     try:
@@ -234,8 +240,7 @@ def on_each(accelerator, function, *args):
         error = raised
         text = str(raised) if isinstance(raised, InputError) else "".join(traceback.format_exception_only(raised))
         said = text.strip(), isinstance(raised, NotFinite)
-    found = gather_object([said])
-    found = [each for each in found if each]
+    found = [each for each in gather_object([said]) if each]
     if not found:
         return result
     if error is None:

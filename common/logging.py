@@ -134,8 +134,7 @@ class Run:
     # -- the directory
 
     def _claim(self):
-        """(dir, checkpoint, state, finished, same), on rank 0. Does not yet remove what another run or later steps left
-        in the directory."""
+        """(dir, checkpoint, state, finished, same), on rank 0. Does not yet remove what others or later steps left."""
         path = None
         state = {}
         if self.args.resume not in ("auto", "never"):
@@ -208,8 +207,7 @@ class Run:
         return folder.absolute()
 
     def _owns(self):
-        """Whether the directory is the one that this run has locked. It may have been removed or renamed, and another
-        run may be in its place."""
+        """Whether the directory is still the one that this run has locked, not removed, renamed or another run's."""
         lock = self.dir / ".lock"
         return lock.exists() and os.path.samestat(os.fstat(self.lock.fileno()), lock.stat())
 
@@ -238,9 +236,7 @@ class Run:
             lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 
-    def begin(
-        self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **quantities
-    ):
+    def begin(self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **state):
         """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
         the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
 
@@ -261,7 +257,7 @@ class Run:
         self.eval_every = self.args.eval_every if evaluates else 0
         self.logged = {}
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
-        kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | quantities
+        kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | state
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
@@ -487,8 +483,7 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Notes that an iteration is complete, and writes its lines. counts: numbers of tokens, episodes and so on that
-        it processed."""
+        """Notes that an iteration is complete, and writes its lines. counts: how many tokens, episodes and so on."""
         self.stepped = True
         self.kept.step = step
         self.kept.iteration = self.iteration

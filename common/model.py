@@ -271,8 +271,7 @@ def saved_heads(path, name, revision=None, required=False):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients. Frozen
-    weights share their memory."""
+    """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -315,8 +314,7 @@ def blocks(lm):
 
 
 def freeze(lm, num_layers_unfrozen):
-    """Leaves only the top blocks and the norm after them trainable (0: nothing; -1: everything), and never the routers
-    of experts."""
+    """Leaves only the top blocks and the norm after them trainable (0: none; -1: all), and never routers of experts."""
     if num_layers_unfrozen >= 0:
         layers = blocks(lm)
         if num_layers_unfrozen > len(layers):

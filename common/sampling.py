@@ -14,19 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from common.cli import InputError, call_metric, call_reward, call_rollout, check_parameters, load_function, stop_if
-from common.data import (
-    encode_prompts,
-    is_chat,
-    load_rows,
-    load_sets,
-    local_rows,
-    marked,
-    pad_rows,
-    set_flag,
-    set_prefix,
-)
+from common.data import encode_prompts, is_chat, load_rows, load_sets, marked, pad_rows, set_flag, set_prefix
 from common.decoding import GRAPHS, Step, is_plain
-from common.launch import NotFinite, on_each, on_main
+from common.launch import NotFinite, local_rows, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
@@ -70,15 +60,11 @@ class Prompts:
         if not self.eval_sets:
             self.eval_sets = {"": (self.rows[:num_eval], self.queries[:num_eval])}
             self.report += f"; without --eval-dataset, evaluations take the first {len(self.rows[:num_eval])}"
-
-    @property
-    def description(self):
-        """What a summary says of the prompts."""
-        line = f"data: {self.report}; first: {self.rows[0]['prompt'][:200]!r}"
+        self.report += f"; first: {self.rows[0]['prompt'][:200]!r}"
         num_spaces = sum(row["prompt"].endswith(" ") for row in self.rows)
         if num_spaces:
-            line += f"\n{num_spaces} prompts end in a space, which many tokenizers join with the next word: remove it"
-        return line
+            problem = "prompts end in a space, which many tokenizers join with the next word: remove it"
+            self.report += f"\n{num_spaces} {problem}"
 
     @property
     def headline(self):
@@ -206,11 +192,7 @@ class Decoder:
         self.num_passes = 0
         self.cache = None
         self.step = None  # of a pass as a graph
-
-    @property
-    def leaving(self):
-        """The share of rows that go on at which the others leave."""
-        return LEAVING_GRAPH if self.step else LEAVING
+        self.leaving = LEAVING  # the share of rows that go on at which the others leave
 
     def read_contexts(self):
         """Logits (B, V) behind the contexts. Equal ones, as those of a group are, are read once."""
@@ -222,6 +204,7 @@ class Decoder:
         numbers = torch.tensor(numbers, device=self.tokens.device)
         if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
             self.step = Step(self.model, self.cache, numbers, self.attention, self.last_position, self.most_tokens)
+            self.leaving = LEAVING_GRAPH
         elif self.cache is not None and len(firsts) < len(numbers):
             self.cache.reorder_cache(numbers)
         return output.logits[:, -1][numbers]
@@ -259,8 +242,7 @@ class Decoder:
 
 
 def reordered_cache(output):
-    """The cache of a first forward pass; None if it is not one of the library's own kinds, because rows may then be
-    unable to leave it."""
+    """The cache of a first pass; None if it is none of the library's own kinds, which rows may be unable to leave."""
     from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
     cache = getattr(output, "past_key_values", None)
@@ -373,7 +355,9 @@ def generate_all(
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
             added = gather_object(added)
-            on_each(accelerator, check_columns, added)
+            kinds = {frozenset(row) for row in added}
+            differ = ["--rollout returned columns in one process that it did not return in another"]
+            on_each(accelerator, stop_if, differ if len(kinds) > 1 else [])
             rows = [row | new for row, new in zip(rows, added, strict=False)]
     screen.show("scoring")
     gathered = gather_object(responses)[: len(queries)]
@@ -392,12 +376,6 @@ def generate_all(
     else:  # turns may end with such a token, too: a response has ended if there was room for more
         ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in output_ids]
     return Responses(output_ids, trained, ended, rows)
-
-
-def check_columns(added):
-    """InputError where processes have different ones; added: {column: value} of each row of all."""
-    if any(columns.keys() != added[0].keys() for columns in added):
-        raise InputError("--rollout returned columns in one process that it did not return in another")
 
 
 # ---- Texts and scores ------------------------------------------------------------------------------------------------
@@ -487,9 +465,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     """({name: mean}, samples) of a metric function and a reward (None: not used) on sampled responses; a sample is one
     dict per row. The uniforms are the same at every evaluation, so a difference between two evaluations comes from the
     model. options: those of `generate_all`."""
-    responses = generate_all(
-        accelerator, lm, tokenizer, queries, ("eval", 0), rows=rows, rollout=rollout, **options
-    )  # fmt: skip
+    responses = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), rows=rows, rollout=rollout, **options)
     outputs = decode(tokenizer, queries, responses.ids, options["stop"])
     values = {}
     if metric is not None:

@@ -13,13 +13,24 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.data import collate, first_label, in_lines, int32, line_length, local_rows, pad_rows
+from common.data import collate, in_lines, int32, line_length, pad_rows
+from common.launch import local_rows, named_weights
 from common.terminal import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def num_labels(labels):
+    """How many of the labels are tokens; the others are -100."""
+    return len(labels) - labels.count(-100)
+
+
+def first_label(labels):
+    """Position of the first token with a label; 1 if there is none."""
+    return next((place for place, label in enumerate(labels) if label != -100), 1)
 
 
 def token_nll(logits, labels):
@@ -102,11 +113,8 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     if not is_plain:
         logits = terms.flatten(0, 1)[places]
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, logits, labels.flatten()[places])
-    logprobs = terms[0]
-    others = None
-    if also is not None:
-        others = terms[1]
-    return logprobs, read[0], others
+    others = None if also is None else terms[1]
+    return terms[0], read[0], others
 
 
 # ---- Episodes --------------------------------------------------------------------------------------------------------
@@ -141,10 +149,6 @@ class Episodes:
         prompts = [row["prompt"] for row in responses.rows]
         return cls(prompts, queries, examples, torch.tensor(rows, device=device), mask)
 
-    def lengths(self):
-        """(B,) trained tokens of each row, on the CPU."""
-        return torch.tensor([len(places) for _, _, places in self.examples])
-
     def micro_batches(self, accelerator, rows, batch_size):
         """The lines of the given rows (a tensor on the CPU), as `split_lines` shares them out."""
         return split_lines(accelerator, [self.examples[row] for row in rows.tolist()], batch_size)
@@ -162,8 +166,7 @@ class Episodes:
 def score_all(accelerator, episodes, micro_batch_size, score):
     """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
     columns = {}
-    every_row = torch.arange(len(episodes.examples))
-    for lines in episodes.micro_batches(accelerator, every_row, micro_batch_size):
+    for lines in split_lines(accelerator, episodes.examples, micro_batch_size):
         places = episodes.places(lines)
         for name, values in score(lines).items():
             if name not in columns:
@@ -186,7 +189,8 @@ def split_lines(accelerator, examples, batch_size, packing=False):
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     lines.sort(key=line_length, reverse=True)
     while len(lines) % accelerator.num_processes:
-        lines.append([without_labels(examples)])
+        ids, *_ = examples[0]
+        lines.append([(ids[:2], [-100, -100], [])])  # it adds nothing
     budget = batch_size * line_length(lines[0]) if lines else 0
     micro_batches = []
     width = room = 0  # of the last micro-batch: tokens of its longest line, and tokens that still fit in
@@ -199,12 +203,6 @@ def split_lines(accelerator, examples, batch_size, packing=False):
         room -= width
         micro_batches[-1].append(lines[begin + accelerator.process_index])
     return micro_batches
-
-
-def without_labels(examples):
-    """A short example (ids, labels, places) that adds nothing."""
-    ids, *_ = examples[0]
-    return ids[:2], [-100] * len(ids[:2]), []
 
 
 def pair_length(pair):
@@ -262,11 +260,9 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 def in_float32(*modules):
     """Inside, the weights of modules (heads) are at least float32, although FSDP2 gathers them in bfloat16. What they
     compute is float32 only without autocast."""
-    kept = []
-    for module in itertools.chain(*(each.modules() for each in modules)):
-        for name, weight in module.named_parameters(recurse=False):
-            kept.append((module, name, weight))
-            module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    kept = [*itertools.chain(*map(named_weights, modules))]
+    for module, name, weight in kept:
+        module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
     try:
         yield
     finally:

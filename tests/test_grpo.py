@@ -239,7 +239,7 @@ def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
         "line_logprobs",
         lambda model, lines, *_: (column[batch.places(lines)], None, column.detach()[batch.places(lines)]),
     )
-    token_weights = grpo.token_weights(batch.lengths(), args.loss_mean, args.max_new_tokens)
+    token_weights = grpo.token_weights(batch.mask.sum(1), args.loss_mean, args.max_new_tokens)
     counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS), "with an advantage": sum(LENGTHS)}
     loss = 0.0
     sums = defaultdict(float)
@@ -307,7 +307,7 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
         assert record["policy/clipfrac"] == record["policy/approxkl"] == 0
         assert record.keys().isdisjoint(["objective/kl", "loss/kl"])
         assert record["loss/total"] == record["loss/policy"]
-        lengths = batch.lengths()
+        lengths = batch.mask.sum(1)
         expected = -(batch.advantages * lengths).sum().item() / lengths.sum().item()
         assert record["loss/policy"] == pytest.approx(expected, rel=1e-9)
         assert abs(expected) > 1e-3

@@ -1007,10 +1007,10 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys):
     assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]
     assert data.eval_sets == {"": (data.rows[:2], data.queries[:2])}
     said = "3 prompts; tokens: median 2, longest 3"
-    assert data.report == f"{said}; without --eval-dataset, evaluations take the first 2"
+    assert data.report == f"{said}; without --eval-dataset, evaluations take the first 2; first: 'ab'"
     data = Prompts(rows[:1], {"x": rows[1:]}, None, None)
     data.encode(LM, letters, 29, 3, 2)
-    assert data.report == "1 prompts; tokens: median 2, longest 2"
+    assert data.report == "1 prompts; tokens: median 2, longest 2; first: 'ab'"
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
     told = "{}: 1 of {} prompts are dropped: they have more than --max-prompt-length 3 tokens\n"
     assert capsys.readouterr().out == told.format("--dataset", 4) + told.format("--eval-dataset x", 3)

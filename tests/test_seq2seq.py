@@ -22,8 +22,8 @@ from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
 from common import sampling
 from common.cli import InputError, OptimizerArgs
-from common.data import first_label
 from common.model import as_decoder, freeze
+from common.scoring import first_label
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
 T5 |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 9, "dropout_rate": 0.3}

@@ -211,7 +211,7 @@ CLAIMS = {
             ("tool-trained", "eval/accuracy", "last", "<=", 0.1, 9),
         ],
         table={
-            "objective/kl": "KL to the start",
+            "objective/kl": "logged KL",
             "objective/kl_k3": "by k3",
             "policy/entropy": "entropy",
             "tokens/responses_len": "tokens",

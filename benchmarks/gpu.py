@@ -254,7 +254,7 @@ def right(args, folder):
     from common.sampling import sample
     from common.scoring import line_logprobs
 
-    yield "autocast", "rows that differ", "at first at token", "repeated run equal", "plain, nats a token", "graphs"
+    yield "autocast", "rows that differ", "first at token", "repeated run equal", "nats a token, plain", "by graphs"
     lm = build(args, "smollm2-135m")
     rows, tokens = (5, 20) if args.tiny else (32, 400)
     queries = queries_of(rows, 24, lm.config.vocab_size)

@@ -69,16 +69,16 @@ def table(name):
             ratios[measure].append(paired / unpaired)
             cells.append(f"{paired:.4f}, {unpaired:.4f}")
         rows.append(cells)
-    columns = ["variant", "minus", *heads.values(), *(f"spread {HEADS[measure]}" for measure in SCORES)]
-    shares = " and ".join(f"{median(ratios[measure]):.2f} {HEADS[measure]}" for measure in SCORES)
+    columns = ["variant", "minus", *heads.values(), "spread at the end", "spread of the mean"]
+    of_end, of_mean = (median(ratios[measure]) for measure in SCORES)
     return [
         "Paired differences, their mean over seeds with its 95 % interval (Student's t), and the standard deviation of "
-        "a difference between runs of one seed and, for comparison, of independent seeds:",
+        "a difference between runs of one seed and, for comparison, of independent seeds (the spreads):",
         "",
         *markdown(columns, rows),
         "",
-        f"Pairing leaves of the spread, in the median over the rows: {shares}. One interval in twenty misses the true "
-        "difference by chance.",
+        f"Pairing leaves {of_end:.2f} of the spread at the end and {of_mean:.2f} of that of the mean, in the median "
+        "over the rows. One interval in twenty misses the true difference by chance.",
     ]
 
 

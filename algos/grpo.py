@@ -7,7 +7,7 @@ the group takes the place of a value function.
     max(-A ratio, -A clip(ratio, 1 - low, 1 + high))       GRPO Eq. 3         clip_loss
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
-    geometric mean of the ratios of a response             GSPO Eq. 7         sequence_means
+    mean log-ratio of a response                           GSPO Eq. 7         sequence_means
     -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4, 5     cispo_loss
 
 By flags:
@@ -24,7 +24,7 @@ By flags:
     distillation, Agarwal et al. 2023, 2306.13649    --ref-model TEACHER --kl-coef 1 --unbiased-kl, without --reward
 
 With the default --rollout-batch-size 512, DAPO and CISPO take 16 optimizer steps an iteration, and GSPO 4. With one
-step the ratio is 1: then --policy-loss and clip ranges do not matter, nor does --ratio-level without --unbiased-kl.
+step the ratio is 1, and --policy-loss and clip ranges change no gradient; nor does --ratio-level without --unbiased-kl.
 CISPO's upper limit is that of ScaleRL (arXiv 2510.13786): a weight of at most 5.
 DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
 takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
@@ -37,7 +37,7 @@ How this differs from the paper: the reference and the reward model never change
 (outcome supervision, Sec. 4.1.2).
 
 How this differs from GRPO in TRL 1.16:
-- The loss has the paper's defaults; sizes are smaller. TRL's loss is the mean over tokens without a KL. If it has one,
+- The loss has the paper's defaults. TRL's loss is the mean over tokens without a KL. If it has one,
   the KL of a token is multiplied by the ratio, which is --unbiased-kl here.
 - Every draw is keyed. But for rounding, processes, micro-batches and padding change neither responses nor losses: a
   loss is the mean over the rows or tokens of its optimizer step in all processes. Each epoch draws new minibatches,
@@ -51,7 +51,7 @@ How this differs from GRPO in TRL 1.16:
 
 Dimension key: B episodes (of an iteration; in token_weights of an optimizer step), G of them a group, N trained tokens
 of all episodes, n of a micro-batch. A line is what the model reads in one row, here the single example (ids, labels,
-places) of an episode: a label is -100 where a token is not trained, and places says where the others are in (N,).
+span) of an episode: a label is -100 where a token is not trained, and span is the range of the others in (N,).
 """
 
 import sys
@@ -119,9 +119,8 @@ class Args(RolloutArgs):
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged; 1e-9 logs it without training on it."""
     unbiased_kl: bool = False
-    """Multiply the KL by the ratio of --ratio-level and differentiate the ratio, too: its gradient is then that of
-    KL(policy || reference) (DeepSeek-V3.2, arXiv 2512.02556, Eq. 7, for ratios of tokens; on by default in TRL
-    1.16)."""
+    """Multiply the KL by the ratio of --ratio-level and differentiate the ratio, too: by tokens, its gradient is then
+    that of KL(policy || reference) (DeepSeek-V3.2, arXiv 2512.02556, Eq. 7; on by default in TRL 1.16)."""
 
     # ---- sampling
     max_new_tokens: Count = 512
@@ -215,7 +214,7 @@ def kl_k3(logprobs, ref_logprobs):
 
 
 def token_weights(lengths, loss_mean, max_new_tokens):
-    """(B,) weight of each token of a row in the loss of an optimizer step, whose rows have lengths (B,) tokens.
+    """(B,) what a token of each row weighs in the loss of an optimizer step. lengths (B,): trained tokens of a row.
 
     sequence: 1 / (B length), GRPO Eq. 3; token: 1 / all tokens of the step, DAPO Sec. 3.3 (there of a group); constant:
     1 / (B max_new_tokens), Dr. GRPO, Liu et al. 2025, Sec. 3.2.
@@ -291,7 +290,7 @@ def all_logprobs(accelerator, model, batch, args):
 
 
 def rollout_metrics(batch, args):
-    """Means over the global batch."""
+    """Statistics of the global batch."""
     scores = batch.scores
     groups = scores.view(-1, args.group_size)
     metrics = {
@@ -303,7 +302,7 @@ def rollout_metrics(batch, args):
     }
     lengths = {
         "tokens/queries_len": sum(map(len, batch.queries)) / len(scores),
-        "tokens/responses_len": len(batch.rows) / len(scores),
+        "tokens/responses_len": len(batch.row_of) / len(scores),
     }
     return {name: mean.item() for name, mean in metrics.items()} | lengths
 
@@ -327,20 +326,18 @@ def minibatches(accelerator, batch, args, iteration, epoch):
 
 
 def losses(model, batch, lines, weights, counts, args):
-    """(loss, metrics): this micro-batch's share of the step's loss, in float64 as advantages and weights are, and its
-    shares of the iteration's means.
+    """(loss, metrics): this micro-batch's shares of the step's loss (float64) and of the iteration's means.
 
     weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
     "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
     gradient (clip) or weight (cispo) is clipped. policy/entropy and policy/nll are, without a KL, of tokens with an
-    advantage only. objective/kl is that of the policy that sampled, loss/kl of the one that is trained.
+    advantage only. objective/ and policy/nll are of the policy that sampled, the others of the one that is trained.
     """
     entropies_of = torch.no_grad()(token_entropies)
     new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, entropies_of)  # (n,), as all that follow
     places = batch.places(lines)
-    rows = batch.rows[places]  # the episode of each token
-    advantages = batch.advantages[rows]
-    weights = weights[rows]
+    row_of = batch.row_of[places]  # the episode of each token
+    advantages = batch.advantages[row_of]
     # log-probabilities of the policy that sampled. A single step trains this very policy: then they are those of this
     # forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
@@ -348,21 +345,21 @@ def losses(model, batch, lines, weights, counts, args):
         logprobs = batch.logprobs[places]
     log_ratio = new_logprobs - logprobs
     if args.ratio_level == "sequence":
-        log_ratio = sequence_means(log_ratio, [len(trained) for [(_, _, trained)] in lines])
+        log_ratio = sequence_means(log_ratio, [len(span) for [(_, _, span)] in lines])
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.policy_loss == "clip":
         pg = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
     else:
         pg = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
-    # a term besides these needs the episodes without an advantage, which `minibatches` leaves out if there is no KL
-    loss = (weights * pg).sum()
+    # a new term needs all episodes: without a KL, `minibatches` leaves out those without an advantage
+    loss = (weights[row_of] * pg).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
     if args.kl_coef:
         ref_logprobs = batch.ref_logprobs[places]
         kl = kl_k3(new_logprobs, ref_logprobs)
         if args.unbiased_kl:
             kl = kl * log_ratio.exp()
-        kl_loss = (weights * kl).sum()
+        kl_loss = (weights[row_of] * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
@@ -394,16 +391,16 @@ def update(run, model, optimizer, batch, args):
     of all epochs."""
     accelerator = run.accelerator
     lengths = batch.mask.sum(1)  # (B,) trained tokens of each episode, on the device
-    with_advantage = int((batch.advantages != 0)[batch.rows].sum())  # tokens
+    with_advantage = int((batch.advantages != 0)[batch.row_of].sum())  # tokens
     counts = {
         "steps": args.steps_per_iteration,
         "sequences": args.rollout_batch_size * args.ppo_epochs,
-        "tokens": len(batch.rows) * args.ppo_epochs,
+        "tokens": len(batch.row_of) * args.ppo_epochs,
         "with an advantage": with_advantage * args.ppo_epochs,
     }
     step = run.step - args.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
-    weights = torch.zeros_like(batch.advantages)  # (B,) of which a step sets and reads its own
+    weights = torch.zeros_like(batch.advantages)  # (B,): every step sets those of its rows
     model.train()  # without dropout, which loading sets to 0
     for epoch in range(args.ppo_epochs):
         for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
@@ -489,7 +486,7 @@ def main(args):
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
-    lengths = [len(query) for query in data.queries]
+    lengths = [len(query) for query in data.queries]  # for --check
     in_status = IN_STATUS
     headline = data.headline if args.eval_every else "objective/scores"
     if args.reward is None:
@@ -526,7 +523,7 @@ def main(args):
         if args.reward is not None and (num_equal == 5 or iteration == num_equal == 1):
             run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
-        run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
+        run.log(run.step, metrics, tokens=len(batch.row_of), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)

@@ -418,7 +418,7 @@ def rollout_metrics(batch, kl_coef):
     }
     lengths = {
         "tokens/queries_len": sum(map(len, batch.queries)) / size,
-        "tokens/responses_len": len(batch.rows) / size,
+        "tokens/responses_len": len(batch.row_of) / size,
     }
     return {name: mean.item() for name, mean in metrics.items()} | lengths | {"objective/kl_coef": kl_coef}
 
@@ -467,7 +467,7 @@ def update(run, model, optimizer, batch, args):
     the numbers of epochs and skipped steps."""
     accelerator = run.accelerator
     lengths = batch.mask.sum(1).cpu()  # trained tokens of each episode
-    tokens = len(batch.rows)  # that are trained, of all episodes
+    tokens = len(batch.row_of)  # that are trained, of all episodes
     # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
     # episodes.
     step = run.step - args.steps_per_iteration
@@ -621,7 +621,7 @@ def main(args):
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
         # 5. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
-        run.log(run.step, metrics, tokens=len(batch.rows), episodes=size)
+        run.log(run.step, metrics, tokens=len(batch.row_of), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)

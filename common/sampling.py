@@ -130,15 +130,15 @@ CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first on
 
 
 @torch.no_grad()
-def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.0, top_k=0, top_p=1.0):
+def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, top_k=0, top_p=1.0):
     """Responses to contexts, both lists of ids: at most limits[i] ids, of which the last may be an end token of the
     model or complete a string of stop.
 
-    uniforms: (B, R) float64 on the device, drawn before decoding starts, so a row's tokens do not depend on the other
-    rows. Rows that have ended leave the batch and the key-value cache a few at a time (`Decoder`). The model's
+    draws: (B, R) float64 uniforms on the device, from before decoding starts, so a row's tokens do not depend on the
+    others. Rows that have ended leave the batch and the key-value cache a few at a time (`Decoder`). The model's
     generation_config is not used. NotFinite if logits of a row that goes on are not.
     """
-    device = uniforms.device
+    device = draws.device
     ends = end_tokens(model)
     responses = [[] for _ in contexts]
     rows = list(range(len(contexts)))  # those in the batch
@@ -148,7 +148,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
     decoder = Decoder(model, contexts, limits, tokenizer.pad_token_id, device)
     logits = decoder.read_contexts()
     for t in range(max(limits)):
-        newest = draw(logits, uniforms[:, t], temperature, top_k, top_p)
+        newest = draw(logits, draws[:, t], temperature, top_k, top_p)
         drawn.append(torch.where(logits.amax(-1).isfinite(), newest, -1))
         if len(drawn) == look or t + 1 == max(limits):
             for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
@@ -166,7 +166,7 @@ def sample(model, tokenizer, contexts, uniforms, limits, stop=(), temperature=1.
                 screen.advance(len(rows) - len(going))
                 rows = [rows[place] for place in going]
                 places = torch.tensor(going, device=device)
-                uniforms = uniforms[places]
+                draws = draws[places]
                 newest = newest[places]
                 decoder.keep(places)
         logits = decoder.read(newest)
@@ -323,13 +323,13 @@ def generate_all(
         waiting.sort(key=lambda each: -len(each[1]))
         screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
         for begin in range(0, len(waiting), decode_batch_size):
-            own, texts, rooms = zip(*waiting[begin : begin + decode_batch_size], strict=True)
+            own, heads, rooms = zip(*waiting[begin : begin + decode_batch_size], strict=True)
             draws = []
             for place in own:
                 done = sum(len(ids) for _, ids in sampled[place])
                 draws.append(uniforms(seed, name, number, [local[place]], done + max(rooms))[0, done:])
             draws = torch.stack(draws).to(accelerator.device)
-            found |= zip(own, sample(lm, tokenizer, texts, draws, rooms, stop, **options), strict=True)
+            found |= zip(own, sample(lm, tokenizer, heads, draws, rooms, stop, **options), strict=True)
         for place, context in zip(places, contexts, strict=True):
             sampled[place].append(([*context], [*found[place]]))
         return [found[place] for place in places]

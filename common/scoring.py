@@ -64,8 +64,9 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
     else:
         ids, positions, labels = collate(lines, 0)
         columns = {"input_ids": ids, "position_ids": positions}
-    # the first column with a label; column t - 1 of the inputs predicts it. Where there is none at all: one position
-    first = int((labels != -100).any(0).int().argmax()) or labels.shape[1] - 1
+    # the first column with a label; column t - 1 of the inputs predicts it
+    has_label = (labels != -100).any(0)
+    first = int(has_label.int().argmax()) if has_label.any() else len(has_label) - 1
     places = (labels[:, first:] != -100).flatten().nonzero()[:, 0].to(lm.device)
     *inputs, labels = torch.stack([*columns.values(), labels]).to(lm.device)  # one copy to a GPU
     inputs = {name: values[:, :-1] for name, values in zip(columns, inputs, strict=True)}
@@ -127,27 +128,27 @@ class Episodes:
 
     prompts: list  # texts
     queries: list  # their ids
-    examples: list  # (ids, labels, places) of query and response; places: the range of its tokens in a column (N,)
-    rows: torch.Tensor  # (N,) the row of each trained token
+    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
+    row_of: torch.Tensor  # (N,) the row of each trained token
     mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
 
     @classmethod
     def of(cls, queries, responses, device):
         """Of B queries and their `Responses`."""
         examples = []
-        rows = []
+        row_of = []
         for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
             labels = [-100] * len(query)
             for token, is_trained in zip(ids, trained, strict=True):
                 labels.append(token if is_trained else -100)
             while labels[-1] == -100:  # what comes after the last trained token changes nothing
                 labels.pop()
-            places = range(len(rows), len(rows) + sum(trained))
-            rows += [len(examples)] * len(places)
-            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), places))
-        mask = pad_rows([[True] * len(places) for _, _, places in examples], False, device=device)
+            span = range(len(row_of), len(row_of) + sum(trained))
+            row_of += [len(examples)] * len(span)
+            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
+        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
         prompts = [row["prompt"] for row in responses.rows]
-        return cls(prompts, queries, examples, torch.tensor(rows, device=device), mask)
+        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
 
     def micro_batches(self, accelerator, rows, batch_size):
         """The lines of the given rows (a tensor on the CPU), as `split_lines` shares them out."""
@@ -155,8 +156,8 @@ class Episodes:
 
     def places(self, lines):
         """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
-        ranges = [places for _, _, places in itertools.chain(*lines)]
-        return torch.tensor([*itertools.chain(*ranges)], dtype=torch.long).to(self.rows.device)
+        spans = [span for _, _, span in itertools.chain(*lines)]
+        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
 
     def grid(self, column):
         """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
@@ -170,7 +171,7 @@ def score_all(accelerator, episodes, micro_batch_size, score):
         places = episodes.places(lines)
         for name, values in score(lines).items():
             if name not in columns:
-                columns[name] = values.new_zeros(len(episodes.rows))
+                columns[name] = values.new_zeros(len(episodes.row_of))
             columns[name][places] = values
     # every token is scored by one process and zero in the others: the sum is exact
     return {name: accelerator.reduce(column) for name, column in columns.items()}
@@ -193,10 +194,11 @@ def split_lines(accelerator, examples, batch_size, packing=False):
         lines.append([(ids[:2], [-100, -100], [])])  # it adds nothing
     budget = batch_size * line_length(lines[0]) if lines else 0
     micro_batches = []
-    width = room = 0  # of the last micro-batch: tokens of its longest line, and tokens that still fit in
+    width = 0  # tokens of the longest line of the last micro-batch
+    room = -1  # tokens that still fit into it; the first line begins one
     for begin in range(0, len(lines), accelerator.num_processes):
         is_much_shorter = line_length(lines[begin]) < 3 / 4 * width
-        if room < width or (is_much_shorter and room <= budget / 2) or not micro_batches:
+        if room < width or (is_much_shorter and room <= budget / 2):
             micro_batches.append([])
             width = line_length(lines[begin])
             room = budget
@@ -250,7 +252,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
     kind = states.device.type
     autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
     parts = []
-    with torch.autocast(kind, **autocast, cache_enabled=False):  # a single cast would sum gradients in its type
+    with torch.autocast(kind, **autocast, cache_enabled=False):  # a shared cast would add up gradients in its type
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
             parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)

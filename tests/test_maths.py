@@ -167,7 +167,7 @@ def test_episodes_by_hand():
         ([1, 2, 3, 9, 1], [-100, -100, -100, -100, 1], [2]),
         ([4, 5, 3, 4, 5, 6], [-100, -100, 3, -100, 5, 6], [3, 4, 5]),
     ]
-    assert batch.rows.tolist() == [0, 0, 1, 2, 2, 2] and batch.mask.sum(1).tolist() == [2, 1, 3]
+    assert batch.row_of.tolist() == [0, 0, 1, 2, 2, 2] and batch.mask.sum(1).tolist() == [2, 1, 3]
     column = torch.arange(6.0) + 1
     assert batch.grid(column).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert torch.equal(batch.grid(column)[batch.mask], column)

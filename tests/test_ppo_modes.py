@@ -215,7 +215,7 @@ def test_steps_with_a_large_ratio_are_skipped(monkeypatch, gpt2_dir, tmp_path, r
 
     def gap(*args):
         batch, *more = rollout(*args)
-        batch.logprobs[torch.isin(batch.rows, torch.tensor(rows))] -= 200
+        batch.logprobs[torch.isin(batch.row_of, torch.tensor(rows))] -= 200
         return batch, *more
 
     monkeypatch.setattr(ppo, "rollout", gap)

@@ -147,7 +147,7 @@ def test_tokens_of_another_engine_are_weighted(load, run, monkeypatch):
     (_, _, lines, weights, *_), (loss, _) = losses[0]
     expected = 0.0
     for [(_, _, places)] in lines:
-        row = batch.rows[places[0]]
+        row = batch.row_of[places[0]]
         for number in range(len(places)):
             expected -= weights[row] * batch.advantages[row] * (0.2, 1.0, 2.0)[number % 3]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

@@ -141,7 +141,7 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
             if place and token in (0, 8, 14, 20) and keep:  # behind a vowel
                 assert not any(mask[place + 1 : place + 3])
     first, _ = losses[0]
-    assert len(batch.rows) < sum(map(len, seen))
+    assert len(batch.row_of) < sum(map(len, seen))
     log_ratio = first[0] - first[1] if algo == "ppo" else first[0]
     close(log_ratio.exp(), torch.ones(len(log_ratio)))
     assert any("[eq]" in row["output"] for row in samples(run_dir))

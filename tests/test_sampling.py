@@ -395,4 +395,4 @@ def test_line_logprobs_is_the_plain_forward(build_model, letters, family, packin
         entropies = -(logps.exp() * logps).sum(-1)
         for found, expected in zip(columns, (logps[range(7), response], values, entropies), strict=True):
             expected = expected[torch.tensor(trained[row])]
-            torch.testing.assert_close(found[batch.rows == row], expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found[batch.row_of == row], expected, rtol=1e-9, atol=1e-9)

@@ -488,7 +488,9 @@ def evaluate(run, step, policy, data, args):
         scores, others = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
         columns = {"reward": scores, **others}
         if data.metric:
-            columns |= on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
+            own = on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
+            stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in columns.keys() & own])
+            columns |= own
         prefix = set_prefix(name)
         for column, values in columns.items():
             metrics[prefix + column] = sum(values) / len(values)

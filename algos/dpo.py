@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextArgs, build, cli
+from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextArgs, build, cli, stop_if
 from common.data import (
     beginning,
     encode_prompts,
@@ -402,7 +402,10 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
             terms = pair_terms(policy, *losses_of(policy, pairs))
             if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
                 terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
-            metrics |= {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
+            own = {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
+            taken = metrics.keys() & own
+            stop_if([f"--metric returned {key!r}, a metric of dpo.py: choose another name" for key in taken])
+            metrics |= own
     return metrics
 
 

@@ -24,6 +24,7 @@ Dimension key: B pairs, N all pairs of a set.
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections import defaultdict
@@ -57,9 +58,9 @@ from common.seeding import rng
 LOADING = "from transformers import pipeline; model = pipeline('text-classification', {folder!r})"
 LOADING_ADAPTER = """from transformers import pipeline
 model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})"""
-SCORING = "print(model({prompt!r}, function_to_apply='none'))"
+SCORING = "print(model({prompt!r}, OPTIONSfunction_to_apply='none'))"
 SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
-print(model(text.rstrip(), add_special_tokens=False, function_to_apply='none'))"""
+print(model(text.rstrip(), OPTIONSfunction_to_apply='none'))"""
 TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # used without --model, --dataset and --config
 
 
@@ -304,10 +305,17 @@ def summary(run, lm, new_head, data, max_length):
 def example_of_scoring(lm, tokenizer, data):
     """A text or chat to score, and code that loads the exported model and scores it."""
     loading = LOADING_ADAPTER if lm._hf_peft_config_loaded else LOADING
+    ids = list(data.pairs[0][0])
+    text = tokenizer.decode(ids)
+    examples = [(SCORING, text, text)]
     if is_chat(data.rows, ["chosen"]):
         chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
-        return chat, f"{loading}\n{SCORING_CHAT}"
-    return tokenizer.decode(data.pairs[0][0]), f"{loading}\n{SCORING}"
+        examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False).rstrip()))
+    for (code, example, text), special in itertools.product(examples, (False, True)):
+        options = "" if special else "add_special_tokens=False, "
+        if tokenizer(text, add_special_tokens=special)["input_ids"] == ids:
+            return example, f"{loading}\n{code.replace('OPTIONS', options)}"
+    return text, f"{loading}\n{SCORING.replace('OPTIONS', '')}"
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

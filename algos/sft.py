@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Positive, TextArgs, build, cli
+from common.cli import Count, InputError, Positive, TextArgs, build, cli, stop_if
 from common.data import encode_prompts, encode_segments, int32, marked, set_flag, set_prefix, untrained_end
 from common.launch import accumulate, optimizer_step, prepare
 from common.logging import Run, closes_run, lines_of_use
@@ -168,7 +168,10 @@ def evaluate(run, step, model, tokenizer, data, args):
             run.headline = next(iter(metrics))
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args.micro_batch_size)
-            metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
+            own = {f"{set_prefix(name)}{key}": value for key, value in means.items()}
+            taken = metrics.keys() & own
+            stop_if([f"--metric returned {key!r}, a metric of sft.py: choose another name" for key in taken])
+            metrics |= own
     return metrics
 
 

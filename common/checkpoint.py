@@ -323,7 +323,7 @@ def files_of_flag(value):
             found = [*path.glob("*"), *path.glob("additional_chat_templates/*")]
             if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
                 found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
-            files += files_of_flag(adapter_base(path))
+            files += files_of_flag(adapter_base(path)[0])
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
         elif path.suffix == ".py":
             files += with_imports(path.resolve())

@@ -516,6 +516,22 @@ def spec_path(spec):
     return path if match else None
 
 
+class OptionLoader(yaml.SafeLoader):
+    """Reads the values of options as they are typed: only numbers, true, false and null are no texts, so that neither
+    `no` nor a date becomes something else."""
+
+    yaml_implicit_resolvers = {}
+
+
+for kind, pattern in {
+    "null": "null|~|",
+    "bool": "true|True|false|False",
+    "int": "[-+]?(0|[1-9][0-9]*)",
+    "float": r"[-+]?([0-9]+[.][0-9]*|[.][0-9]+|[0-9]+(?=e))(e[-+]?[0-9]+)?",
+}.items():
+    OptionLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^({pattern})$"), None)
+
+
 def load_function(spec, flag):
     """The function of `path/to/file.py:function[:key=value,...]` with these arguments; a non-string as it is."""
     if not isinstance(spec, str):
@@ -532,7 +548,7 @@ def load_function(spec, flag):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
     options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
     try:
-        function = functools.partial(function, **yaml.safe_load("{" + options + "}"))
+        function = functools.partial(function, **yaml.load("{" + options + "}", OptionLoader))
         inspect.signature(function)  # ValueError for an option that it does not take
     except Exception as error:  # of YAML, whose dates and numbers raise what they like
         problem = " ".join(str(error).split())

@@ -7,6 +7,7 @@ Row 1 shows the form of all rows. A bad row gives an InputError that names the f
 """
 
 import ast
+import copy
 import csv
 import glob
 import gzip
@@ -18,6 +19,7 @@ import re
 import sys
 from array import array
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +30,8 @@ from common.terminal import screen, visible
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
 FILE_KINDS = (*TEXT_KINDS, ".parquet")
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
-CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools"}  # columns that a chat template renders
+# columns that a chat template renders
+CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs"}
 QUESTIONS = {"question", "instruction", "input", "query", "system"}  # names that prompts have elsewhere
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
@@ -49,6 +52,8 @@ def load_rows(data, flag):
             rows = read_rows(data)
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+    elif hasattr(data, "column_names"):
+        rows = rows_of_arrow(data)
     rows = list(rows)
     if not rows:
         raise InputError(f"{flag} {data!s:.60} has no rows")
@@ -79,13 +84,19 @@ def read_rows(name):
         if isinstance(rows, dict):
             raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
     elif kind == ".parquet":
-        rows = datasets.Dataset(datasets.table.InMemoryTable(read_table([*map(str, files)])))
+        tables = [datasets.Dataset(datasets.table.InMemoryTable(read_table(str(file)))) for file in files]
+        rows = itertools.chain(*tables)  # not as one table, which would have the columns of the first
     elif path:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
     else:
         repository, _, split = name.partition(":")
         repository, _, revision = repository.partition("@")
         rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
+    return rows_of_arrow(rows)
+
+
+def rows_of_arrow(rows):
+    """The rows of a datasets.Dataset."""
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 
@@ -225,12 +236,32 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
         if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=options["tools"])
             options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        text, cut, _ = tokenizer.apply_chat_template(messages, tokenize=False, **options).partition(CUT)
+        render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        try:
+            text = render([*map(with_arguments, messages)])
+        except Exception:  # a template that takes arguments as a text, or any other error
+            text = render(messages)
+        text, cut, _ = text.partition(CUT)
         if goes_on and not cut:
             raise ValueError("it leaves out the last one, which is to go on")
         return text
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
+
+
+def with_arguments(message):
+    """The message with the arguments of its tool calls as mappings, where they are JSON texts, as in OpenAI's format.
+    Templates expect mappings, and would quote a text."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    if not calls:
+        return message
+    for call in calls:
+        with suppress(TypeError, ValueError, KeyError, AttributeError):  # mappings already, or no JSON
+            function = call.get("function", call)
+            arguments = json.loads(function["arguments"])
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
+    return message | {"tool_calls": calls}
 
 
 def joined(prompt, answer):
@@ -395,9 +426,11 @@ def chat_pair(tokenizer, row, where):
     for side in SIDES:
         whole.append(chat_text(tokenizer, joined(begin, messages_of(row, side)), f"{where}, {side}", row))
     prompt = ""
-    if messages := prompt_messages(row):
+    messages = prompt_messages(row)
+    if messages:
         prompt = chat_text(tokenizer, messages, where, row, answering=True)
-    elif isinstance(row.get("prompt"), str):
+    contents = [message.get("content") or "" for message in messages]
+    if isinstance(row.get("prompt"), str) and not any(row["prompt"].strip() in content for content in contents):
         raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
     return prompt, *(added(text, prompt, where) for text in whole)
 

@@ -288,6 +288,8 @@ class Run:
             env = self.identity | environment(self.accelerator) | notes
             # the first file, by which `_locked_folder` knows the directory of a run
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
+        else:
+            self._note_changes(environment(self.accelerator))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         step = self.loaded.get("step", -1)  # what comes later will be repeated
@@ -297,6 +299,17 @@ class Run:
         if self.args.track != "off":
             self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
         return best.exists()
+
+    def _note_changes(self, now):
+        """Says, and writes to env.json, with which other versions or device a run goes on. now: its environment."""
+        env = json.loads((self.dir / "env.json").read_text())
+        before = env["versions"] | {"device": env["device"]}
+        after = now["versions"] | {"device": now["device"]}
+        changes = [f"{name} {before.get(name)} -> {after[name]}" for name in after if after[name] != before.get(name)]
+        if changes:
+            self.say(f"warning: the run goes on with {', '.join(changes)}: its numbers may differ in the last digits")
+            env["continued"] = [*env.get("continued", []), {"step": self.first_step, "changes": changes}]
+            ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
 
     def _best(self):
         """What tells a best evaluation from others: its step, and what decides the score. The headline does not: it can
@@ -723,6 +736,8 @@ def model_card(env, names, records, samples, usage):
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
+    for part in env.get("continued", []):
+        parts.append(f"Continued from step {part['step']} with {', '.join(part['changes'])}.")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

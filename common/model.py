@@ -20,7 +20,7 @@ import yaml
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, spec_path
+from common.cli import InputError, OptionLoader, spec_path
 from common.data import collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
@@ -53,7 +53,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = load_tokenizer(args, path, revision)
     if args.template_options:
         with loading("--template-options", args.template_options):
-            options = yaml.safe_load("\n".join(option.replace("=", ": ", 1) for option in args.template_options))
+            lines = "\n".join(option.replace("=", ": ", 1) for option in args.template_options)
+            options = yaml.load(lines, OptionLoader)
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
@@ -95,10 +96,11 @@ def load_tokenizer(args, path, revision):
         return source
     files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
     if files and not re.search("token|vocab|[.]model", files):
-        source = adapter_base(path) if source == path else None
+        source, revision = adapter_base(path) if source == path else (None, None)
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
-    revision = revision if source == path else None
+    elif source != path:
+        revision = None
     name, options = gguf(source)
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
 
@@ -120,8 +122,8 @@ def load_weights(auto_class, path, revision=None, **keywords):
         return path, []
     import transformers
 
-    base = adapter_base(path, revision)
-    keywords["revision"] = None if base else revision
+    base, base_revision = adapter_base(path, revision)
+    keywords["revision"] = base_revision if base else revision
     name, options = gguf(base or path)
     keywords |= options
     config = transformers.AutoConfig.from_pretrained(name, **keywords)
@@ -195,20 +197,20 @@ def check_model(model, tokenizer, missing, is_lm):
 
 
 def adapter_base(path, revision=None):
-    """The base model of a LoRA adapter in a directory or on the hub; None if path is not an adapter."""
+    """(name, revision) of the base of a LoRA adapter in a directory or on the hub; None where path is no adapter."""
     from transformers.utils.peft_utils import find_adapter_config_file  # importing peft takes seconds
 
-    base = None
-    with contextlib.suppress(OSError, TypeError, ValueError, KeyError):  # TypeError: of an object
-        config = find_adapter_config_file(spec_path(path) or path, revision=revision)
-        base = config and json.loads(Path(config).read_text())["base_model_name_or_path"]
+    config = {}
+    with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
+        config = json.loads(Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text())
+    base = config.get("base_model_name_or_path")
     if is_missing(base):
         raise InputError(
             f"{path}: its base {base} is not there: correct base_model_name_or_path in adapter_config.json"
         )
     if base and Path(spec_path(base) or "", "adapter_config.json").exists():
         raise InputError(f"{path}: its base {base} is an adapter, too: merge that into its model first")
-    return base
+    return base, config.get("revision")
 
 
 def is_missing(name):
@@ -417,6 +419,9 @@ def as_decoder(lm):
         if reads_padding(lm):
             problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
             raise InputError(f"--model {lm.name_or_path}: {problem}")
+        row = torch.arange(9)
+        if leaks(lm, row >= 4, row < 4, position_ids=row):
+            raise InputError(f"--model {lm.name_or_path}: its tokens read those behind them, as in an encoder")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     lm.plain_output = has_plain_output(lm)
@@ -515,7 +520,7 @@ class RewardModel:
         label = None
         if not spec_path(path):
             path, _, label = path.partition(":")
-        is_adapter = adapter_base(path) is not None
+        is_adapter = adapter_base(path)[0] is not None
         args = copy.copy(args)
         args.load_in_4bit &= is_adapter
         vars(args).update(tokenizer=None, attn_implementation=None, template_options=())  # which are about --model

@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from common.cli import InputError, call_metric, call_reward, call_rollout, check_parameters, load_function, stop_if
-from common.data import encode_prompts, is_chat, load_rows, load_sets, marked, pad_rows, set_flag, set_prefix
+from common.data import encode_prompts, is_chat, load_rows, load_sets, marked, pad_rows, row_ends, set_flag, set_prefix
 from common.decoding import GRAPHS, Step, is_plain
 from common.launch import NotFinite, local_rows, on_each, on_main
-from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, unsharded
+from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, turn_end, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
 
@@ -55,6 +55,10 @@ class Prompts:
         self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
             self.eval_sets[name] = encode_set(rows, set_flag(name))
+        end = turn_end(tokenizer) if self.chats else []
+        if end and not {*end} & {*row_ends(tokenizer)}:
+            words = "".join(tokenizer.convert_ids_to_tokens(end))
+            screen.say(f"warning: {words} ends a turn of the chat template but no response, unless --stop has it")
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
         if not self.eval_sets:
@@ -114,7 +118,9 @@ def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
         prompts = load_rows(eval_prompts, "--eval-prompts")
     elif function:
         prompts = next(iter(eval_sets.values()), [])
-    if function and not (prompts and ("prompt" in prompts[0] or is_chat(prompts, ["chosen"]))):
+    columns = prompts[0] if prompts else {}
+    has_prompts = "prompt" in columns and "messages" not in columns  # beside which it is another text than the chat's
+    if function and not (has_prompts or (prompts and is_chat(prompts, ["chosen"]))):
         raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
     check_parameters(function, metric, [prompts], [*TEXT_ARGUMENTS, *added])
     return rows, eval_sets, prompts, function and partial(call_metric, function, metric)

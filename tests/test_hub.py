@@ -158,6 +158,17 @@ def test_revisions_of_a_model(run, work):
     assert not torch.equal(one["transformer.wte.weight"], two["transformer.wte.weight"])
 
 
+def test_an_adapter_keeps_the_revision_of_its_base(run, work):
+    """Without a step, training goes on with the losses of v2."""
+    command = f"{SFT} --eval-every 0 --lr 1e-30"
+    run(f"{command} --model org/walker --revision v2 --lora-r 2 --run-dir adapter")
+    run(f"{command} --model adapter/hf_model --run-dir further", f"{command} --model org/walker --run-dir newest")
+    found, further, newest = (
+        [line["train/loss"] for line in log(work / name)] for name in ("adapter", "further", "newest")
+    )
+    assert further == pytest.approx(found, rel=1e-6) and newest != pytest.approx(found, rel=1e-2)
+
+
 def test_splits_of_a_dataset(run, work):
     rows = [
         "train.jsonl --eval-dataset held_out.jsonl,train.jsonl",

@@ -357,6 +357,21 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
     assert log(tmp_path / "run")[-1]["step"] == 4
 
 
+def test_other_versions_are_said(gpt2_dir, tmp_path, capsys):
+    """A run may go on with them; the card has both."""
+    stopping.calls = 0
+    with pytest.raises(ZeroDivisionError):
+        run(sft, gpt2_dir, tmp_path / "run", metric=stopping, max_new_tokens=3)
+    path = tmp_path / "run/env.json"
+    env = json.loads(path.read_text())
+    env["versions"]["torch"] = "1.0"
+    path.write_text(json.dumps(env))
+    run(sft, gpt2_dir, tmp_path / "run", metric=stopping, max_new_tokens=3)
+    change = f"torch 1.0 -> {torch.__version__}"
+    assert f"warning: the run goes on with {change}: its numbers may differ" in capsys.readouterr().out
+    assert f"\nContinued from step 2 with {change}.\n" in (tmp_path / "run/README.md").read_text()
+
+
 def drawing(outputs, **columns):
     """A metric that draws, and fails once."""
     drawing.calls += 1

@@ -528,13 +528,15 @@ NO_CHATS = [  # a second chat, what is said
     ([], f"{FOUND}None"),
     ([turn("tool", "b"), ANSWER], "the chat template cannot render the messages: tool is unknown"),
 ]
+NO_PROMPT = "the prompt is a text that the chats do not begin with: make it a list"
 NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, what is said
     (segments, {"messages": TALK}, {"messages": [USER]}, LAST),
     (segments, ASKED, {"completion": "c"}, f"{FOUND}'c'"),
     (segments, ASKED, {"prompt": TALK, "completion": []}, "the completion is empty"),
     (segments, DIALOGUE, {"dialogue": ["b", "c", "d"]}, NO_DIALOGUE),
     (segments, DIALOGUE, {"dialogue": []}, NO_DIALOGUE),
-    (pairs, COMPARED, {"prompt": "b"}, "the prompt is a text that the chats do not begin with: make it a list"),
+    (pairs, COMPARED, {"prompt": "b"}, NO_PROMPT),
+    (pairs, COMPARED, {"prompt": "e", "chosen": TALK, "rejected": [USER, OTHER]}, NO_PROMPT),
 ]
 NO_COLUMNS = [  # what reads the row, the row, what is said
     (queries, {"Prompt": "b"}, "Prompt; expected prompt"),
@@ -610,6 +612,8 @@ NO_PROMPTS = "--metric needs rows with a prompt to sample from: give --eval-prom
 NO_TOKENIZER = "cannot be loaded: it has no tokenizer: give one"
 LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
 RAISING = returning("[prompt.index('?') for prompt in prompts]")
+RIGHT, LOSS = (returning(f"{{{name!r}: [1.0] * n}}") for name in ("accuracy", "loss"))
+BOTH = returning("{'score': [1.0] * n, 'n': [2.0] * n}")
 NO_TEXT = rows_with({}, {}, {"TEXT": "b\udc00c"})
 EXTRA = rows_with({}, {}, {"extra": 1})
 SAME = rows_with(*[{"chosen": "f", "rejected": "f"}] * 4)
@@ -625,6 +629,9 @@ REFUSED = [
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
+    entry(25, "sft", "--metric returned 'eval/accuracy', a metric of sft.py", BAD_METRIC, user_py=RIGHT),
+    entry(25, "dpo", "--metric returned 'eval/loss', a metric of dpo.py", BAD_METRIC, user_py=LOSS),
+    entry(25, "ddpo", "--reward and --metric both return 'n'", f"{BAD_REWARD} --metric user.py:result", user_py=BOTH),
     entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
     entry(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
     common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
@@ -635,6 +642,7 @@ REFUSED = [
     entry(45, EVERY, "row 3: 'TEXT' must be valid text, not 'b\\udc00c'", rows=NO_TEXT, also=[43]),
     common(46, EVERY, ["row 3 and row 1 differ in their columns: extra"], rows=EXTRA),
     common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
+    entry(46, "sft", NO_PROMPTS, f"{NOT_ASKED} a.jsonl", a_jsonl=[{"prompt": "b", "messages": TALK}]),
     entry(46, "dpo", NO_PROMPTS, f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
     entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=SAME),
     common(49, TEXT, f"--dataset row 2: {FOUND}{{'role': 'robot'", model="chats", rows=ROBOT),

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import InputError, OptimizerArgs, from_task
-from common.model import classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
+from common.model import as_decoder, classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -244,6 +244,16 @@ def test_positions_that_can_be_used(kind):
     if kind not in ("xlnet", "longformer"):  # Longformer pads, and then fails in another way
         with pytest.raises((IndexError, RuntimeError)):
             encoder(torch.full((1, limit + 1), 5))
+
+
+@pytest.mark.parametrize("kind", ["roberta", "bert"])
+def test_a_model_that_reads_what_follows_is_refused(kind):
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, **sizes, vocab_size=25, max_position_embeddings=32)
+    with pytest.raises(InputError, match="its tokens read those behind them, as in an encoder"):
+        as_decoder(AutoModelForCausalLM.from_config(config).eval())
+    config.is_decoder = True
+    as_decoder(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):

@@ -214,10 +214,11 @@ def test_ppo_reads_the_scores_of_training(trained):
         assert ppo_scores(run_dir / "hf_model", texts, [False] * 7) != pytest.approx(expected, abs=1e-2)
 
 
-def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path):
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{{ bos_token }}", "")], ids=["begins", "begins-not"])
+def test_ppo_reads_the_scores_of_chats(template, chatty, gpt2_dir, tmp_path, capsys):
     """ppo samples after the prompt that the template writes, and decodes without the end token."""
     tokenizer = add_specials(chatty, "<bos> $A <eos>")
-    tokenizer.chat_template = TEMPLATE.replace("{{ eos_token }}", "{{ eos_token }}\n")
+    tokenizer.chat_template = template.replace("{{ eos_token }}", "{{ eos_token }}\n")
     chats = [
         {"prompt": [user(row["prompt"])], "chosen": [answer(row["chosen"])], "rejected": [answer(row["rejected"])]}
         for row in PAIRS
@@ -231,6 +232,16 @@ def test_ppo_reads_the_scores_of_chats(chatty, gpt2_dir, tmp_path):
         texts = [prompt + row[side] for prompt, row in zip(prompts, PAIRS, strict=True)]
         found = ppo_scores(run_dir / "hf_model", texts, [True] * 7)
         assert found == pytest.approx(scores_of(run_dir, side), rel=1e-9, abs=1e-9)
+    check_example(run_dir, capsys)
+
+
+def check_example(run_dir, capsys):
+    """Runs the code on the card."""
+    usage = re.search(r"```python\n(.*?)```", (run_dir / "README.md").read_text(), re.S)[1]
+    capsys.readouterr()
+    exec(usage, {})
+    printed = float(re.search(r"'score': ([-\d.e]+)", capsys.readouterr().out)[1])
+    assert printed == pytest.approx(scores_of(run_dir, "chosen")[0], rel=1e-4)
 
 
 def test_a_judge_of_another_template_and_of_long_texts(chatty, gpt2_dir, tmp_path, capsys):
@@ -270,12 +281,8 @@ def test_plain_transformers_loads_it(trained):
 
 def test_the_example_of_the_card_prints_the_score(trained, capsys):
     run_dir, _ = trained
-    usage = re.search(r"```python\n(.*?)```", (run_dir / "README.md").read_text(), re.S)[1]
-    assert repr("bcd<eos>") in usage
-    capsys.readouterr()
-    exec(usage, {})
-    printed = float(re.search(r"'score': ([-\d.e]+)", capsys.readouterr().out)[1])
-    assert printed == pytest.approx(scores_of(run_dir, "chosen")[0], rel=1e-4)
+    assert repr("bcd<eos>") in (run_dir / "README.md").read_text()
+    check_example(run_dir, capsys)
 
 
 # ---- The head --------------------------------------------------------------------------------------------------------

@@ -265,8 +265,8 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
         return once(sample, prompt_ids)
 
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
-    run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=quick"), total_episodes=12, **flags)
-    assert all("system\nBe quick<|im_end|>" in prompt for prompt in seen)
+    run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=2024-07-26"), total_episodes=12, **flags)
+    assert all("system\nBe 2024-07-26<|im_end|>" in prompt for prompt in seen)
     with pytest.raises(InputError, match="--template-options .* must be key=value"):
         run("grpo", lm, tmp_path / "run", template_options=("think",), **flags)
     with pytest.raises(InputError, match="--template-options .* cannot be loaded: while parsing"):

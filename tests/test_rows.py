@@ -22,7 +22,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
 from common.cli import InputError, load_function
-from common.data import encode_prompts, int32, load_rows, load_sets, pair_texts
+from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts
 from common.model import classifier_ids
 from common.sampling import Prompts
 
@@ -740,6 +740,39 @@ def test_options_of_the_template_in_a_row():
     assert [tokenizer.decode(ids)[:4] for ids in queries] == ["glad", "sad<", "<|im_start|>"[:4]]
 
 
+@pytest.mark.parametrize("form", ["c.function.arguments | tojson", "c.function.arguments + '!'"])
+def test_arguments_of_tool_calls_may_be_json(form):
+    """OpenAI's API gives them as a text, most templates expect a mapping, and some a text."""
+    calls = "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ " + form + " }}{% endfor %}{% endif %}"
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}")
+    found = []
+    for arguments in ({"city": "Bergen"}, '{"city": "Bergen"}', "no JSON"):
+        message = answer("b") | {
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        }
+        if "tojson" not in form and isinstance(arguments, dict):
+            with refused("row: the chat template cannot render the messages"):
+                chat_text(tokenizer, [user("a"), message], "row", {})
+        else:
+            found.append(chat_text(tokenizer, [user("a"), message], "row", {}))
+        assert message["tool_calls"][0]["function"]["arguments"] == arguments  # the row is as it was
+    expected = (
+        ['ab{"city": "Bergen"}'] * 2 + ['ab"no JSON"'] if "tojson" in form else ['ab{"city": "Bergen"}!', "abno JSON!"]
+    )
+    assert found == expected
+
+
+def test_a_turn_that_ends_no_response_is_told(capsys):
+    """As in base models: the template writes <|im_end|>, and their end is another token."""
+    tokenizer = build_tokenizer(SMOL)
+    for end, is_told in ((tokenizer.convert_tokens_to_ids("<|im_end|>"), False), (1, True)):
+        tokenizer.ends = [end]
+        data = Prompts([{"prompt": [user("a")]}], {}, None, None)
+        data.encode(SimpleNamespace(config=GPT2Config(n_positions=999), modules=list), tokenizer, 5, None, 1)
+        said = "warning: <|im_end|> ends a turn of the chat template but no response, unless --stop has it\n"
+        assert (said in capsys.readouterr().out) == is_told
+
+
 NO = answer("<think>so</think>No")
 WHOLE = {"chosen": CHAT, "rejected": [*CHAT[:3], NO]}
 PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
@@ -844,16 +877,31 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
     for call in calls:
         message = {"role": "assistant", "content": None, "tool_calls": call}
         rows.append(
-            {"messages": [user("x"), message], "tools": [{"p": call}], "info": call[0]["function"]["arguments"]}
+            {
+                "messages": [user("x"), message],
+                "tools": [{"p": call}],
+                "chat_template_kwargs": call[0]["function"]["arguments"],
+                "info": call[0]["function"]["arguments"],
+            }
         )
     table = datasets.Dataset.from_list(rows)
     table.to_parquet("rows.parquet")
     table.save_to_disk("saved")
-    for name in ("rows.parquet", "saved"):
+    for name in ("rows.parquet", "saved", table, lambda: table):
         found = load_rows(name, "--dataset")
         assert [row["messages"] for row in found] == [row["messages"] for row in rows]
         assert [row["tools"] for row in found] == [row["tools"] for row in rows]
+        assert [row["chat_template_kwargs"] for row in found] == [{"a": 1}, {"city": "Bergen"}]
         assert found[0]["info"] == {"a": 1, "city": None}  # a column of the user's
+
+
+def test_files_of_other_columns(tmp_path, monkeypatch):
+    """Arrow would read those of the first file."""
+    monkeypatch.chdir(tmp_path)
+    for number, row in enumerate(({"prompt": "a"}, {"prompt": "b", "margin": 1.0})):
+        datasets.Dataset.from_list([row]).to_parquet(f"rows-{number}.parquet")
+    with refused("--dataset row 2 and row 1 differ in their columns: margin"):
+        load_rows("rows-*.parquet", "--dataset")
 
 
 NAMES = "its first line must have one name for each cell of a row, and none twice"
@@ -935,6 +983,15 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
     with refused(r"--eval-dataset x row 2 and row 1 differ in their columns: text, x \(null: an empty cell\)$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
+
+
+def test_options_of_functions_are_as_typed(tmp_path):
+    """YAML has dates, octal numbers, and reads `no` as false."""
+    (tmp_path / "task.py").write_text("def given(**options):\n    return options\n")
+    options = "day=2024-07-26,lang=no,id=012,big=1_000,at=12:30,n=12,lr=1e-3,x=.5,on=true,none=null,words=[a, 1]"
+    found = load_function(f"{tmp_path}/task.py:given:{options}", "--reward")()
+    texts = {"day": "2024-07-26", "lang": "no", "id": "012", "big": "1_000", "at": "12:30"}
+    assert found == texts | {"n": 12, "lr": 0.001, "x": 0.5, "on": True, "none": None, "words": ["a", 1]}
 
 
 def test_functions_from_python_and_of_files_of_one_name(tmp_path):

@@ -349,6 +349,7 @@ def added(text, beginning, where):
 def row_segments(rows, tokenizer, flag):
     """The text of each row in parts, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
+    tell_unread(columns, flag)
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
@@ -368,6 +369,12 @@ def row_segments(rows, tokenizer, flag):
         return [("", text) for text in texts(rows, "text", flag)]
     forms = "text, prompt and completion, messages, or dialogue"
     raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
+
+
+def tell_unread(columns, flag):
+    """Says of columns that look like a part of every prompt that they are none."""
+    for column in sorted({"system", "system_prompt"} & columns):
+        screen.say(f"warning: {flag}: the column {column!r} is not read: put it into the messages or the prompt")
 
 
 def tell_repeated_prompts(rows, columns, flag):
@@ -391,6 +398,7 @@ def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
     prompt is what chosen and rejected have in common, or ""."""
     require_columns(rows, SIDES, flag)
+    tell_unread(rows[0].keys(), flag)
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
         chats = []

@@ -762,6 +762,17 @@ def test_arguments_of_tool_calls_may_be_json(form):
     assert found == expected
 
 
+def test_a_system_message_in_a_column_is_told(letters, capsys):
+    said = "warning: --dataset: the column 'system' is not read: put it into the messages or the prompt\n"
+    row = {"system": "be brief", "prompt": "ab"}
+    sft.encode_rows([row | {"completion": "c"}], letters, 9, True, "--dataset")
+    assert capsys.readouterr().out == said
+    pair_texts([row | {"chosen": "c", "rejected": "d"}], letters, "--dataset")
+    assert capsys.readouterr().out == said
+    encode_prompts([row], letters, 5, 32, "--dataset")  # where it may be one of the reward's columns
+    assert capsys.readouterr().out == ""
+
+
 def test_a_turn_that_ends_no_response_is_told(capsys):
     """As in base models: the template writes <|im_end|>, and their end is another token."""
     tokenizer = build_tokenizer(SMOL)

@@ -403,8 +403,8 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
             if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
                 terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
             own = {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
-            taken = metrics.keys() & own
-            stop_if([f"--metric returned {key!r}, a metric of dpo.py: choose another name" for key in taken])
+            taken = [key.rpartition("/")[2] for key in metrics.keys() & own]
+            stop_if([f"--metric returned {key!r}, which evaluations have: choose another name" for key in taken])
             metrics |= own
     return metrics
 

@@ -28,6 +28,7 @@ import itertools
 import math
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,18 @@ import torch
 from torch.nn import functional as F
 
 from common.cli import Count, DataArgs, InputError, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, build, cli
-from common.data import in_lines, int32, is_chat, load_rows, load_sets, messages_in, pair_texts, set_flag, set_prefix
+from common.data import (
+    in_lines,
+    int32,
+    is_chat,
+    joined,
+    load_rows,
+    load_sets,
+    messages_in,
+    pair_texts,
+    set_flag,
+    set_prefix,
+)
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.model import (
@@ -309,9 +321,10 @@ def example_of_scoring(lm, tokenizer, data):
     text = tokenizer.decode(ids)
     examples = [(SCORING, text, text)]
     if is_chat(data.rows, ["chosen"]):
-        chat = messages_in(data.rows[0], "prompt") + data.rows[0]["chosen"]
-        examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False).rstrip()))
-    for (code, example, text), special in itertools.product(examples, (False, True)):
+        chat = joined(messages_in(data.rows[0], "prompt"), data.rows[0]["chosen"])
+        with suppress(Exception):  # of a template that needs tools or an option of the row
+            examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False).rstrip()))
+    for (code, example, text), special in itertools.product(examples, (True, False)):
         options = "" if special else "add_special_tokens=False, "
         if tokenizer(text, add_special_tokens=special)["input_ids"] == ids:
             return example, f"{loading}\n{code.replace('OPTIONS', options)}"

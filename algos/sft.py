@@ -169,8 +169,8 @@ def evaluate(run, step, model, tokenizer, data, args):
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args.micro_batch_size)
             own = {f"{set_prefix(name)}{key}": value for key, value in means.items()}
-            taken = metrics.keys() & own
-            stop_if([f"--metric returned {key!r}, a metric of sft.py: choose another name" for key in taken])
+            taken = [key.rpartition("/")[2] for key in metrics.keys() & own]
+            stop_if([f"--metric returned {key!r}, which evaluations have: choose another name" for key in taken])
             metrics |= own
     return metrics
 

@@ -94,11 +94,12 @@ def parse(argv, args_class, task=None):
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
     script = Path(task or "").stem
-    refuse_other_names(words, args_class, script)
+    problems = other_names(words, args_class, script)
     for path in reversed(paths):
         added = read_config(path, args_class, skips_unknown=takes_task)
-        refuse_other_names(added, args_class, script, f"--config {path}: ")
+        problems += other_names(added, args_class, script, f"--config {path}: ")
         words = added + words
+    stop_if(problems)
     prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
     args = tyro.cli(args_class, prog=prog, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
@@ -143,8 +144,8 @@ def read_config(path, args_class, skips_unknown=False):
     return words
 
 
-def refuse_other_names(words, args_class, script, source=""):
-    """InputError, which begins with the source, for each flag that the script lacks. If it or a similar one is of TRL,
+def other_names(words, args_class, script, source=""):
+    """A sentence, which begins with the source, for each flag that the script lacks. If it or a similar one is of TRL,
     trlX or another of our scripts, it quotes the row of algos/MIGRATION.md: from the script's section, else from that
     of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
@@ -165,7 +166,7 @@ def refuse_other_names(words, args_class, script, source=""):
     own = {"--config", *(flag_of(field.name) for field in dataclasses.fields(args_class))}
     known |= {flag: "" for flag in own}
     problems = []
-    for flag in sorted({flag_of(word[2:].partition("=")[0]) for word in words if word.startswith("--")}):
+    for flag in sorted({flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}):
         name = flag.replace("--no-", "--")
         if name in own or flag.startswith("--tyro-"):
             continue
@@ -173,7 +174,7 @@ def refuse_other_names(words, args_class, script, source=""):
         if name not in known and (similar := difflib.get_close_matches(name, known, 1, cutoff=0.85)):
             hint = f"did you mean {similar[0]}? {known[similar[0]]}".strip()
         problems.append(f"{source}there is no {flag} here; {hint}")
-    stop_if(problems)
+    return problems
 
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
@@ -198,10 +199,12 @@ def print_help(args_class, everything):
         shown.append((name, annotation, copy.copy(fields[name])))
     try:
         print(inspect.getdoc(args_class), ABOUT_FLAGS, sep="\n", end="\n\n")
-        tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
+        with contextlib.suppress(SystemExit):
+            tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
+        sys.stdout.flush()
     except BrokenPipeError:  # of `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush would fail, too
-        sys.exit()
+    sys.exit(0)
 
 
 # ---- Ranges ----------------------------------------------------------------------------------------------------------
@@ -517,19 +520,26 @@ def spec_path(spec):
 
 
 class OptionLoader(yaml.SafeLoader):
-    """Reads the values of options as they are typed: only numbers, true, false and null are no texts, so that neither
-    `no` nor a date becomes something else."""
+    """Reads the values of options as they are typed: but for numbers, true, false and null they are texts. In YAML a
+    date is no text, either, and `no` is false: words that may mean this are refused without quotes."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers = {
+        None: [
+            ("tag:yaml.org,2002:null", re.compile("(null|~|)$")),
+            ("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$")),
+            ("tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$")),
+            (
+                "tag:yaml.org,2002:float",
+                re.compile(r"[-+]?([0-9]+[.][0-9]*|[.][0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+            ),
+            ("write true or false, or put it into quotes", re.compile("(yes|no|on|off)$", re.IGNORECASE)),
+        ]
+    }
 
 
-for kind, pattern in {
-    "null": "null|~|",
-    "bool": "true|True|false|False",
-    "int": "[-+]?(0|[1-9][0-9]*)",
-    "float": r"[-+]?([0-9]+[.][0-9]*|[.][0-9]+|[0-9]+(?=e))(e[-+]?[0-9]+)?",
-}.items():
-    OptionLoader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"^({pattern})$"), None)
+def read_options(text):
+    """A mapping of options in YAML, by OptionLoader."""
+    return OptionLoader(text).get_single_data()
 
 
 def load_function(spec, flag):
@@ -548,9 +558,9 @@ def load_function(spec, flag):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
     options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
     try:
-        function = functools.partial(function, **yaml.load("{" + options + "}", OptionLoader))
+        function = functools.partial(function, **read_options("{" + options + "}"))
         inspect.signature(function)  # ValueError for an option that it does not take
-    except Exception as error:  # of YAML, whose dates and numbers raise what they like
+    except Exception as error:  # of YAML, which raises what it likes
         problem = " ".join(str(error).split())
         raise InputError(f"{flag} {spec}: expected key=value,... after the function: {problem}") from None
     return function

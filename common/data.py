@@ -42,8 +42,8 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 
 
 def load_rows(data, flag):
-    """Rows as a list of dicts with equal columns, of a list, a file, a data set of the hub, or a function that makes
-    one of these. Call it before Accelerator(), as `build`."""
+    """Rows as a list of dicts with equal columns, of a list, a Dataset, a file, a data set of the hub, or a function
+    that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
     data = build(data, flag)
     rows = data
@@ -52,7 +52,7 @@ def load_rows(data, flag):
             rows = read_rows(data)
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    elif hasattr(data, "column_names"):
+    elif "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
         rows = rows_of_arrow(data)
     rows = list(rows)
     if not rows:
@@ -84,7 +84,7 @@ def read_rows(name):
         if isinstance(rows, dict):
             raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
     elif kind == ".parquet":
-        tables = [datasets.Dataset(datasets.table.InMemoryTable(read_table(str(file)))) for file in files]
+        tables = [datasets.Dataset(datasets.table.InMemoryTable(read_table([str(file)]))) for file in files]
         rows = itertools.chain(*tables)  # not as one table, which would have the columns of the first
     elif path:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
@@ -96,7 +96,7 @@ def read_rows(name):
 
 
 def rows_of_arrow(rows):
-    """The rows of a datasets.Dataset."""
+    """The rows of a table of datasets."""
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 
@@ -237,10 +237,15 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
             template = tokenizer.get_chat_template(tools=options["tools"])
             options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
         render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+        texts, with_mappings = argument_texts(messages)
         try:
-            text = render([*map(with_arguments, messages)])
-        except Exception:  # a template that takes arguments as a text, or any other error
             text = render(messages)
+        except Exception:
+            if not texts:
+                raise
+            text = render(with_mappings)
+        if any(json.dumps(quoted, ensure_ascii=False) in text for quoted in texts):
+            text = render(with_mappings)
         text, cut, _ = text.partition(CUT)
         if goes_on and not cut:
             raise ValueError("it leaves out the last one, which is to go on")
@@ -249,19 +254,19 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
         raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
 
 
-def with_arguments(message):
-    """The message with the arguments of its tool calls as mappings, where they are JSON texts, as in OpenAI's format.
-    Templates expect mappings, and would quote a text."""
-    calls = copy.deepcopy(message.get("tool_calls"))
-    if not calls:
-        return message
-    for call in calls:
+def argument_texts(messages):
+    """(texts, messages with mappings in their place) of the arguments of tool calls that are JSON texts, as in OpenAI's
+    format. Most templates expect mappings, and would quote a text or fail; some print a text as it is."""
+    messages = copy.deepcopy(messages)
+    texts = []
+    for call in itertools.chain(*(message.get("tool_calls") or () for message in messages)):
         with suppress(TypeError, ValueError, KeyError, AttributeError):  # mappings already, or no JSON
             function = call.get("function", call)
             arguments = json.loads(function["arguments"])
             if isinstance(arguments, dict):
+                texts.append(function["arguments"])
                 function["arguments"] = arguments
-    return message | {"tool_calls": calls}
+    return texts, messages
 
 
 def joined(prompt, answer):
@@ -349,7 +354,7 @@ def added(text, beginning, where):
 def row_segments(rows, tokenizer, flag):
     """The text of each row in parts, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
-    tell_unread(columns, flag)
+    tell_unread(rows, flag)
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
@@ -371,9 +376,12 @@ def row_segments(rows, tokenizer, flag):
     raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
 
 
-def tell_unread(columns, flag):
+def tell_unread(rows, flag):
     """Says of columns that look like a part of every prompt that they are none."""
-    for column in sorted({"system", "system_prompt"} & columns):
+    first = next((rows[0][name] for name in ("prompt", "messages", "chosen") if rows[0].get(name)), "")
+    if isinstance(first, list) and isinstance(first[0], dict) and first[0].get("role") == "system":
+        return
+    for column in sorted({"system", "system_prompt"} & rows[0].keys()):
         screen.say(f"warning: {flag}: the column {column!r} is not read: put it into the messages or the prompt")
 
 
@@ -398,7 +406,7 @@ def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
     prompt is what chosen and rejected have in common, or ""."""
     require_columns(rows, SIDES, flag)
-    tell_unread(rows[0].keys(), flag)
+    tell_unread(rows, flag)
     if is_chat(rows, ["chosen"]):
         pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
         chats = []
@@ -439,7 +447,9 @@ def chat_pair(tokenizer, row, where):
         prompt = chat_text(tokenizer, messages, where, row, answering=True)
     contents = [message.get("content") or "" for message in messages]
     if isinstance(row.get("prompt"), str) and not any(row["prompt"].strip() in content for content in contents):
-        raise InputError(f"{where}: the prompt is a text that the chats do not begin with: make it a list of messages")
+        raise InputError(
+            f"{where}: the prompt is a text that the chats do not begin with: make it messages, or leave it out"
+        )
     return prompt, *(added(text, prompt, where) for text in whole)
 
 

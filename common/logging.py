@@ -222,6 +222,8 @@ class Run:
         model or None}) of the hub. InputError if the run in this directory began with others."""
         for name, model in models.items():
             revision = self.args.revision if name == "model" else None
+            for adapter in getattr(model, "peft_config", {}).values():
+                revision = adapter.revision  # of its base
             if commit := ckpt.hub_commit(model, revision):
                 self.inputs[flag_of(name)] = commit
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
@@ -303,12 +305,13 @@ class Run:
     def _note_changes(self, now):
         """Says, and writes to env.json, with which other versions or device a run goes on. now: its environment."""
         env = json.loads((self.dir / "env.json").read_text())
-        before = env["versions"] | {"device": env["device"]}
+        before = env.get("newest", env["versions"] | {"device": env["device"]})
         after = now["versions"] | {"device": now["device"]}
         changes = [f"{name} {before.get(name)} -> {after[name]}" for name in after if after[name] != before.get(name)]
         if changes:
             self.say(f"warning: the run goes on with {', '.join(changes)}: its numbers may differ in the last digits")
             env["continued"] = [*env.get("continued", []), {"step": self.first_step, "changes": changes}]
+            env["newest"] = after
             ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
 
     def _best(self):

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
-import yaml
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, OptionLoader, spec_path
+from common.cli import InputError, read_options, spec_path
 from common.data import collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
@@ -54,7 +53,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     if args.template_options:
         with loading("--template-options", args.template_options):
             lines = "\n".join(option.replace("=", ": ", 1) for option in args.template_options)
-            options = yaml.load(lines, OptionLoader)
+            options = read_options(lines)
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
@@ -414,14 +413,16 @@ class Seq2Seq:
 
 def as_decoder(lm):
     """The model as the scripts call it: an encoder-decoder becomes a Seq2Seq. plain_output: see `token_logprobs`.
-    InputError for a decoder that cannot sample rows of different lengths."""
+    InputError for a decoder that cannot sample rows of different lengths, or reads what follows."""
     if not lm.config.is_encoder_decoder:
+        problem = None
+        row = torch.arange(9)
         if reads_padding(lm):
             problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
+        elif leaks(lm, row >= 4, row < 4, position_ids=row):
+            problem = "its tokens read those behind them, as in an encoder: give a decoder"
+        if problem:
             raise InputError(f"--model {lm.name_or_path}: {problem}")
-        row = torch.arange(9)
-        if leaks(lm, row >= 4, row < 4, position_ids=row):
-            raise InputError(f"--model {lm.name_or_path}: its tokens read those behind them, as in an encoder")
     elif not isinstance(lm, Seq2Seq):
         lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
     lm.plain_output = has_plain_output(lm)

@@ -56,9 +56,9 @@ class Prompts:
         for name, rows in self.eval_sets.items():
             self.eval_sets[name] = encode_set(rows, set_flag(name))
         end = turn_end(tokenizer) if self.chats else []
-        if end and not {*end} & {*row_ends(tokenizer)}:
-            words = "".join(tokenizer.convert_ids_to_tokens(end))
-            screen.say(f"warning: {words} ends a turn of the chat template but no response, unless --stop has it")
+        if end and end[0] not in row_ends(tokenizer):
+            words = tokenizer.decode(end)
+            screen.say(f"warning: {words!r} ends a turn of the chat template but no response, unless --stop has it")
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
         if not self.eval_sets:
@@ -119,7 +119,8 @@ def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
     elif function:
         prompts = next(iter(eval_sets.values()), [])
     columns = prompts[0] if prompts else {}
-    has_prompts = "prompt" in columns and "messages" not in columns  # beside which it is another text than the chat's
+    # beside messages, which are trained, it is another text
+    has_prompts = "prompt" in columns and (eval_prompts is not None or "messages" not in columns)
     if function and not (has_prompts or (prompts and is_chat(prompts, ["chosen"]))):
         raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
     check_parameters(function, metric, [prompts], [*TEXT_ARGUMENTS, *added])

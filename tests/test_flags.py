@@ -440,7 +440,8 @@ def test_what_tyro_refuses(words, text, fragments, here, capsys):
 
 def test_help_into_a_pipe_that_closes():
     command = f"{sys.executable} algos/sft.py --help | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 

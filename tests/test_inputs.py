@@ -528,7 +528,7 @@ NO_CHATS = [  # a second chat, what is said
     ([], f"{FOUND}None"),
     ([turn("tool", "b"), ANSWER], "the chat template cannot render the messages: tool is unknown"),
 ]
-NO_PROMPT = "the prompt is a text that the chats do not begin with: make it a list"
+NO_PROMPT = "the prompt is a text that the chats do not begin with: make it messages, or leave it out"
 NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, what is said
     (segments, {"messages": TALK}, {"messages": [USER]}, LAST),
     (segments, ASKED, {"completion": "c"}, f"{FOUND}'c'"),
@@ -629,8 +629,8 @@ REFUSED = [
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
     common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
-    entry(25, "sft", "--metric returned 'eval/accuracy', a metric of sft.py", BAD_METRIC, user_py=RIGHT),
-    entry(25, "dpo", "--metric returned 'eval/loss', a metric of dpo.py", BAD_METRIC, user_py=LOSS),
+    entry(25, "sft", "--metric returned 'accuracy', which evaluations have", BAD_METRIC, user_py=RIGHT),
+    entry(25, "dpo", "--metric returned 'loss', which evaluations have", BAD_METRIC, user_py=LOSS),
     entry(25, "ddpo", "--reward and --metric both return 'n'", f"{BAD_REWARD} --metric user.py:result", user_py=BOTH),
     entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
     entry(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),

@@ -740,26 +740,23 @@ def test_options_of_the_template_in_a_row():
     assert [tokenizer.decode(ids)[:4] for ids in queries] == ["glad", "sad<", "<|im_start|>"[:4]]
 
 
-@pytest.mark.parametrize("form", ["c.function.arguments | tojson", "c.function.arguments + '!'"])
+WRITTEN = {  # how a template writes the arguments of a call, what comes of a JSON text
+    "c.function.arguments | tojson": '{"city": "Bergen"}',
+    "c.function.arguments.items() | list": "[('city', 'Bergen')]",
+    "c.function.arguments + '!'": '{"city":"Bergen"}!',
+    "c.function.arguments": '{"city":"Bergen"}',
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
 def test_arguments_of_tool_calls_may_be_json(form):
-    """OpenAI's API gives them as a text, most templates expect a mapping, and some a text."""
+    """OpenAI's API gives them as a text. Most templates expect a mapping, and some a text."""
     calls = "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ " + form + " }}{% endfor %}{% endif %}"
     tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}")
-    found = []
-    for arguments in ({"city": "Bergen"}, '{"city": "Bergen"}', "no JSON"):
-        message = answer("b") | {
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
-        }
-        if "tojson" not in form and isinstance(arguments, dict):
-            with refused("row: the chat template cannot render the messages"):
-                chat_text(tokenizer, [user("a"), message], "row", {})
-        else:
-            found.append(chat_text(tokenizer, [user("a"), message], "row", {}))
-        assert message["tool_calls"][0]["function"]["arguments"] == arguments  # the row is as it was
-    expected = (
-        ['ab{"city": "Bergen"}'] * 2 + ['ab"no JSON"'] if "tojson" in form else ['ab{"city": "Bergen"}!', "abno JSON!"]
-    )
-    assert found == expected
+    function = {"name": "f", "arguments": '{"city":"Bergen"}'}
+    message = answer("b") | {"tool_calls": [{"type": "function", "function": function}]}
+    assert chat_text(tokenizer, [user("a"), message], "row", {}) == "ab" + WRITTEN[form]
+    assert function["arguments"] == '{"city":"Bergen"}'  # the row is as it was
 
 
 def test_a_system_message_in_a_column_is_told(letters, capsys):
@@ -780,7 +777,7 @@ def test_a_turn_that_ends_no_response_is_told(capsys):
         tokenizer.ends = [end]
         data = Prompts([{"prompt": [user("a")]}], {}, None, None)
         data.encode(SimpleNamespace(config=GPT2Config(n_positions=999), modules=list), tokenizer, 5, None, 1)
-        said = "warning: <|im_end|> ends a turn of the chat template but no response, unless --stop has it\n"
+        said = "warning: '<|im_end|>' ends a turn of the chat template but no response, unless --stop has it\n"
         assert (said in capsys.readouterr().out) == is_told
 
 
@@ -920,7 +917,7 @@ UNREADABLE = [  # name, bytes, what is said
     ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "it is not UTF-8 .byte 15.: save it as UTF-8"),
     ("shell.jsonl", '{"prompt": "a"}'.encode("utf-16"), "it is not UTF-8 .byte 1.: save it as UTF-8"),
     ("lines.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value, column 12"),
-    ("torn.jsonl.gz", b"no gzip", ".*"),
+    ("torn.jsonl.gz", b"no gzip", "Not a gzipped file .*"),
     (
         "wide.csv",
         b"prompt,answer\na,b\nc,d,e\n",
@@ -999,10 +996,12 @@ def test_evaluation_sets(tmp_path, monkeypatch):
 def test_options_of_functions_are_as_typed(tmp_path):
     """YAML has dates, octal numbers, and reads `no` as false."""
     (tmp_path / "task.py").write_text("def given(**options):\n    return options\n")
-    options = "day=2024-07-26,lang=no,id=012,big=1_000,at=12:30,n=12,lr=1e-3,x=.5,on=true,none=null,words=[a, 1]"
+    options = "day=2024-07-26,lang='no',id=012,big=1_000,at=12:30,n=12,lr=1E-3,x=.5,is_on=true,none=null,words=[a, 1]"
     found = load_function(f"{tmp_path}/task.py:given:{options}", "--reward")()
     texts = {"day": "2024-07-26", "lang": "no", "id": "012", "big": "1_000", "at": "12:30"}
-    assert found == texts | {"n": 12, "lr": 0.001, "x": 0.5, "on": True, "none": None, "words": ["a", 1]}
+    assert found == texts | {"n": 12, "lr": 0.001, "x": 0.5, "is_on": True, "none": None, "words": ["a", 1]}
+    with refused("--reward .*write true or false, or put it into quotes"):
+        load_function(f"{tmp_path}/task.py:given:lang=no", "--reward")
 
 
 def test_functions_from_python_and_of_files_of_one_name(tmp_path):

@@ -85,7 +85,7 @@ def test_a_last_step_without_noise_is_not_trained(monkeypatch, build_pipeline, t
     pipeline = build_pipeline(set_alpha_to_one=True, steps_offset=0)
     run_ddpo(pipeline, tmp_path / "run", num_epochs=1, num_inference_steps=4)
     out = capfd.readouterr().out
-    assert "images of 4 steps, 3 of them with noise" in out and "x 3 steps: 12 pairs" in out
+    assert "images of 4 steps, 3 of them with noise" in out and "x 3 steps, 12 pairs" in out
     old = torch.cat([args[1] for args, _ in losses])
     logprobs = sampled[0][1]["logprobs"]
     assert sorted(old.tolist()) == sorted(logprobs[:, :3].flatten().tolist()) and not logprobs[:, 3].any()

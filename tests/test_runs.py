@@ -97,7 +97,8 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
     process = scripts.run(command(work, "ppo", name, "--track", "wandb"), tmp_path, **env)
     assert "warning" not in process.out
     [recorded] = (tmp_path / name).rglob("*.wandb")
-    assert b"of-the-environment" in recorded.read_bytes() and b"plainrl" not in recorded.read_bytes()
+    names = recorded.read_bytes().replace(bytes(ROOT), b"")  # the repository's folder may have any name
+    assert b"of-the-environment" in names and b"plainrl" not in names
     tables = [json.loads(path.read_text()) for path in (tmp_path / name).rglob("*.table.json")]
     columns = ["prompt", "output", "vowels", "reward"]
     assert len(tables) == 4 and all(table["columns"] == columns for table in tables)

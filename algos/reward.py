@@ -318,8 +318,8 @@ def example_of_scoring(lm, tokenizer, data):
     """A text or chat to score, and code that loads the exported model and scores it."""
     loading = LOADING_ADAPTER if lm._hf_peft_config_loaded else LOADING
     ids = list(data.pairs[0][0])
-    text = tokenizer.decode(ids)
-    examples = [(SCORING, text, text)]
+    whole = tokenizer.decode(ids)
+    examples = [(SCORING, whole, whole)]
     if is_chat(data.rows, ["chosen"]):
         chat = joined(messages_in(data.rows[0], "prompt"), data.rows[0]["chosen"])
         with suppress(Exception):  # of a template that needs tools or an option of the row
@@ -328,7 +328,7 @@ def example_of_scoring(lm, tokenizer, data):
         options = "" if special else "add_special_tokens=False, "
         if tokenizer(text, add_special_tokens=special)["input_ids"] == ids:
             return example, f"{loading}\n{code.replace('OPTIONS', options)}"
-    return text, f"{loading}\n{SCORING.replace('OPTIONS', '')}"
+    return whole, f"{loading}\n{SCORING.replace('OPTIONS', '')}"
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,16 @@ class Claim:
 TWIN = "-other-cpu"
 PAIRS = {"100": "100 pairs", "300": "300 pairs", "all": "all 2744 pairs"}
 KLS = ["0", "0.05", "0.2"]
+VARIANTS = {  # of grpo-variants -> the one that each is compared with
+    **dict.fromkeys(["dr-grpo", "rloo", "batch", "maxrl", "kl", "unbiased-kl", "four-steps", "ppo"], "grpo"),
+    **dict.fromkeys(["dapo", "gspo", "cispo"], "four-steps"),
+}
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
+
+
+def variant_pairs(task):
+    return {f"{task}-{variant}": f"{task}-{base}" for variant, base in VARIANTS.items()}
+
 
 CLAIMS = {
     "sft-randomwalks": Claim(
@@ -234,6 +243,14 @@ CLAIMS = {
             "drifting": "learned",
         },
     ),
+    "grpo-variants": Claim(
+        title="Variants of GRPO and PPO in pairs: same seeds, prompts, random numbers and episodes",
+        score="eval/accuracy",
+        lines={},
+        bars=[(f"{task}-grpo", "eval/accuracy", "last", ">=", 0.95, 9) for task in ("sums", "calculator")],
+        table={"policy/entropy": "entropy", "policy/clipfrac": "clipped", "objective/kl": "KL to the start"},
+        pairs=variant_pairs("sums") | variant_pairs("calculator"),
+    ),
     "smollm2-answers": Claim(
         title="GRPO on SmolLM2-135M-Instruct: sums in text and in chats, and questions in chats with LoRA adapters",
         score="eval/reward",
@@ -253,7 +270,7 @@ CLAIMS = {
         samples=3,
     ),
     "smollm2-reviews": Claim(
-        title="Reviews of films by SmolLM2-135M-Instruct: the sentiment of what it writes, by every script for text",
+        title="Film reviews by SmolLM2-135M-Instruct: their sentiment, by every script for text but grpo",
         score="eval/sentiment",
         lines={},
         bars=[

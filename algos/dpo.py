@@ -502,6 +502,7 @@ def main(args):
     optimizer = args.make_optimizer(lm)
     model = prepare(accelerator, lm, optimizer, ref)
     reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)
+    del ref  # which --precompute-ref needs no more
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     score = functools.partial(pair_logprobs, model, packing)
     export = functools.partial(run.export, lm, tokenizer)

@@ -66,7 +66,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums
+from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, summed
@@ -513,7 +513,7 @@ def main(args):
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group
-        batch.advantages = group_advantages(batch.scores, args.group_size, args.advantage_kind)
+        batch.advantages = on_each(accelerator, group_advantages, batch.scores, args.group_size, args.advantage_kind)
         run.log_episodes(tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)

@@ -585,6 +585,8 @@ def main(args):
         model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,
         kl_coef=args.kl_coef, moments=[0, 0.0, 0.0],
     )  # fmt: skip
+    if args.kl_target is None:
+        state.kl_coef = args.kl_coef  # the flag may be another one with --resume
     run.say(summary(run, policy, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))

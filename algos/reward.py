@@ -72,7 +72,7 @@ LOADING_ADAPTER = """from transformers import pipeline
 model = pipeline('text-classification', {folder!r}, model_kwargs={{'num_labels': 1}})"""
 SCORING = "print(model({prompt!r}, OPTIONSfunction_to_apply='none'))"
 SCORING_CHAT = """text = model.tokenizer.apply_chat_template({prompt!r}, tokenize=False)
-print(model(text.rstrip(), OPTIONSfunction_to_apply='none'))"""
+print(model(text, OPTIONSfunction_to_apply='none'))"""
 TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # used without --model, --dataset and --config
 
 
@@ -164,11 +164,9 @@ def load_classifier(args, path):
 
 def encode_texts(rows, tokenizer, max_length, flag):
     """(triples, pairs, report): texts (prompt, chosen, rejected) and tokens (chosen, rejected, margin) of the pairs
-    whose texts differ and have at most max_length tokens each. A text ends with its end token: what a chat template
-    writes after it is left out, as in a sampled response."""
+    whose texts differ and have at most max_length tokens each. A text ends with its end token, a chat with what its
+    template writes."""
     triples = pair_texts(rows, tokenizer, flag)
-    if is_chat(rows, ["chosen"]):
-        triples = [(prompt, chosen.rstrip(), rejected.rstrip()) for prompt, chosen, rejected in triples]
     chosen_texts = [prompt + chosen for prompt, chosen, _ in triples]
     rejected_texts = [prompt + rejected for prompt, _, rejected in triples]
     margins = [row.get("margin", 0.0) for row in rows]
@@ -323,7 +321,7 @@ def example_of_scoring(lm, tokenizer, data):
     if is_chat(data.rows, ["chosen"]):
         chat = joined(messages_in(data.rows[0], "prompt"), data.rows[0]["chosen"])
         with suppress(Exception):  # of a template that needs tools or an option of the row
-            examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False).rstrip()))
+            examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False)))
     for (code, example, text), special in itertools.product(examples, (True, False)):
         options = "" if special else "add_special_tokens=False, "
         if tokenizer(text, add_special_tokens=special)["input_ids"] == ids:

@@ -6,6 +6,7 @@ No pickle: safetensors, JSON and a sha256 manifest.
 import ast
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -37,6 +38,7 @@ from common.model import adapter_base
 
 FORMAT = 3  # of checkpoints
 PLAIN = bool | int | float | str
+STDLIB = sysconfig.get_path("stdlib")
 
 
 def tied_weights(model):
@@ -368,12 +370,24 @@ def module_files(name, folders):
         if found is None:
             break
         file = Path(found.origin if found.has_location else "").resolve()  # some packages have no file
-        is_installed = {"site-packages", "dist-packages"} & {*file.parts}
-        is_other = file.is_relative_to(sysconfig.get_path("stdlib")) or file.is_relative_to(ROOT / "common")
-        if file.is_file() and not is_installed and not is_other:
+        is_other = file.is_relative_to(STDLIB) or file.is_relative_to(ROOT / "common")
+        if file.is_file() and not is_other and not is_installed(file):
             files.append(file)
         folders = found.submodule_search_locations or []
     return files
+
+
+def is_installed(file):
+    """Whether pip has put a file where it is, by --target too."""
+    in_packages = {"site-packages", "dist-packages"} & {*file.parts}
+    return bool(in_packages) or any(path.name in installed_names(path.parent) for path in [file, *file.parents])
+
+
+@functools.cache
+def installed_names(folder):
+    """The names in a folder that pip has noted there."""
+    notes = [record.read_text().splitlines() for record in folder.glob("*.dist-info/RECORD")]
+    return {re.split("[/,]", line)[0] for line in itertools.chain(*notes)}
 
 
 def hash_of_files(files):

@@ -252,6 +252,8 @@ def problems_of(args):
         values = value if isinstance(value, list | tuple) else [value]
         if allowed and value is not None and not all(map(allowed.holds, values)):
             problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
+        if isinstance(value, str) and typing.get_origin(declared.type) is tuple:
+            problems.append(f"{flag_of(declared.name)} {value!r} must be a list")
     if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
         problems.append("--lora-alpha and --lora-targets need --lora-r")
     if args.lora_r and getattr(args, "num_layers_unfrozen", -1) != -1:
@@ -262,6 +264,9 @@ def problems_of(args):
             problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
         if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
             problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
+    for stop in getattr(args, "stop", ()):
+        if re.search(r"\\[nrt]", stop):
+            problems.append(f"--stop {stop} has a backslash and a letter: in a shell write $'...'")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     return problems
@@ -331,8 +336,8 @@ class SamplingArgs:
     max_new_tokens: Count = 64
     """Maximum length of a response, in tokens."""
     stop: tuple[NonEmpty, ...] = ()
-    """Strings that end a response. Tokens up to the one that completes the string are kept, and rollouts train on them.
-    Reward and metric see the text before the string, without trailing space."""
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
     eval_temperature: NonNegative = 1.0
     """Sampling temperature in evaluations; 0: greedy."""
     top_k: Natural = 0
@@ -556,7 +561,9 @@ def load_function(spec, flag):
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    options = re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", match["options"] or "")
+    parts = re.split("""('[^']*'|"[^"]*")""", match["options"] or "")  # every second one is in quotes
+    parts[::2] = [re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", part) for part in parts[::2]]
+    options = "".join(parts)
     try:
         function = functools.partial(function, **read_options("{" + options + "}"))
         inspect.signature(function)  # ValueError for an option that it does not take
@@ -618,6 +625,7 @@ def accepted(function, name, row, given):
     InputError if it needs more. name: its name in errors."""
     columns = [column for column in row if column != "prompt"]
     taken = [column for column in columns if column in given]
+    taken += [column for column in columns if column in getattr(function, "keywords", {})]  # options behind its name
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
     names = [*given, *columns]
     signature = inspect.signature(function)

@@ -14,6 +14,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -45,15 +46,14 @@ def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, of a list, a Dataset, a file, a data set of the hub, or a function
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
-    data = build(data, flag)
-    rows = data
+    made = build(data, flag)
+    may_be_arrow = made is not data or not isinstance(data, list | tuple | str)
+    data = rows = made
     if isinstance(data, str):
         try:
             rows = read_rows(data)
         except Exception as error:  # the library's errors have no common class
             raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
-    elif "datasets" in sys.modules and isinstance(data, sys.modules["datasets"].Dataset):
-        rows = rows_of_arrow(data)
     rows = list(rows)
     if not rows:
         raise InputError(f"{flag} {data!s:.60} has no rows")
@@ -63,7 +63,7 @@ def load_rows(data, flag):
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
-    return rows
+    return rows_of_arrow(rows) if may_be_arrow else rows
 
 
 def read_rows(name):
@@ -341,6 +341,15 @@ def tell_left_out(tokenizer, chats, rows, flag):
                     screen.say(f"warning: {where}: the chat template leaves out: {name}")
 
 
+def tell_cut_answer(chats, written, flag):
+    """Says, once, if the template leaves out a part of a last answer, such as its thoughts. written: texts of chats."""
+    for number, (messages, text) in enumerate(zip(chats, written, strict=True), 1):
+        answer = messages[-1].get("content") or ""
+        if "".join(answer.split()) not in "".join(text.split()):  # blanks are the template's own
+            screen.say(f"warning: {flag} row {number}: the chat template leaves out a part of the last answer")
+            return
+
+
 def added(text, beginning, where):
     """The part of a chat's text after that of its first messages."""
     if not text.startswith(beginning):
@@ -363,6 +372,7 @@ def row_segments(rows, tokenizer, flag):
         tell_repeated_prompts(rows, ["completion"], flag)
         chats = [joined(row["prompt"], row["completion"]) for row in rows]
         tell_left_out(tokenizer, chats, rows, flag)
+        tell_cut_answer(chats, map("".join, turns), flag)
         return turns
     if "dialogue" in columns:
         return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
@@ -413,6 +423,8 @@ def pair_texts(rows, tokenizer, flag):
         for side in SIDES:
             chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
         tell_left_out(tokenizer, chats, rows, flag)
+        tell_cut_answer(chats[: len(rows)], [prompt + chosen for prompt, chosen, _ in pairs], flag)
+        tell_several_turns(rows, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
     others = sorted(QUESTIONS & rows[0].keys())
@@ -453,6 +465,17 @@ def chat_pair(tokenizer, row, where):
     return prompt, *(added(text, prompt, where) for text in whole)
 
 
+def tell_several_turns(rows, flag):
+    """Says how many pairs differ before their last answers: what the user says in between belongs to the responses."""
+    number = 0
+    for row in rows:
+        begin = 0 if messages_in(row, "prompt") else len(prompt_messages(row))
+        turns = [*row["chosen"][begin:], *row["rejected"][begin:]]
+        number += any(message["role"] != "assistant" for message in turns)
+    if number:
+        screen.say(f"warning: {flag}: {number} pairs differ in more than an answer: turns of the user are trained, too")
+
+
 def prompt_messages(row):
     """The prompt of a row of chats: its column, or the beginning that both share, up to where both have an answer."""
     if prompt := messages_in(row, "prompt"):
@@ -479,8 +502,11 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     ends = row_ends(tokenizer)
+    known = getattr(tokenizer, "num_embeddings", math.inf)
     end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
     for text, ids in zip(texts, encoded, strict=True):
+        if max(ids, default=0) >= known:
+            raise InputError(f"the model has no embedding for a marker of its tokenizer, which is in {text!r:.60}")
         has_bos = bos is not None and text.startswith(tokenizer.bos_token)
         if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
             del ids[0]

@@ -174,6 +174,9 @@ class Run:
                 lines = differences(old, self.identity)
                 if old["algo"] != self.identity["algo"]:
                     raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
+                size = "rollout_batch_size" if "rollout_batch_size" in old["flags"] else "batch_size"
+                if old["flags"][size] != getattr(self.args, size):
+                    raise InputError(f"{flag_of(size)} must stay {old['flags'][size]}: it counts what was trained")
             own = f"its own flags are --config {origin.with_name('config.yaml')}; what differs:"
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
         return folder, path and path.absolute(), state, False, same
@@ -261,6 +264,10 @@ class Run:
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
         kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | state
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
+        reward = [self.identity[part].get("reward") for part in ("flags", "files")]
+        if self.loaded.get("reward", reward) != reward:
+            vars(self.kept).update(state)  # statistics of another reward
+        self.kept.reward = reward
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
@@ -317,7 +324,8 @@ class Run:
     def _best(self):
         """What tells a best evaluation from others: its step, and what decides the score. The headline does not: it can
         move to another beta of ilql."""
-        names = ("reward", "metric", "dataset", "eval_dataset", "eval_prompts")
+        names = "reward metric dataset eval_dataset eval_prompts rollout template_options ref_model".split()
+        names += "eval_temperature top_k top_p max_new_tokens stop guidance_scale num_inference_steps eta".split()
         decisive = [[self.identity[part].get(name) for name in names] for part in ("flags", "files")]
         return json.dumps([self.kept.best_step, *decisive])
 

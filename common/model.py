@@ -190,7 +190,8 @@ def check_model(model, tokenizer, missing, is_lm):
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{name} is not finite")
-    highest = max(tokenizer.get_vocab().values())
+    markers = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}  # such as <image>
+    highest = max({*tokenizer.get_vocab().values()} - markers)
     if highest >= len(model.get_input_embeddings().weight):
         raise ValueError(f"the model has no embedding for the token {highest} of the tokenizer")
 
@@ -228,8 +229,14 @@ def load_model(args, path, flag="--model"):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ends = list(dict.fromkeys([*end_tokens(model), tokenizer.eos_token_id]))  # without repetitions
+    ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.added_tokens_decoder}
+    for token in tokenizer.convert_ids_to_tokens([end for end in ends if end in ordinary]):
+        # a configuration made without eos_token_id may have 2
+        screen.say(f"warning: {flag}: responses end at the ordinary token {token!r}, an eos_token_id of the model")
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
     tokenizer.ends = ends  # for `row_ends`
+    tokenizer.num_embeddings = len(model.get_input_embeddings().weight)  # for `tokenize`
+    tokenizer.answers_apart = model.config.is_encoder_decoder  # for `texts_behind`
     return model, tokenizer
 
 
@@ -587,7 +594,8 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     end_token = [] if eos is None else [eos]
     end_of_turn = turn_end(tokenizer) or end_token
     begin_of_end = "".join(tokenizer.convert_ids_to_tokens(end_of_turn[:1]))
-    ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *end_of_turn[-1:]]))
+    special = [token for token in end_of_turn if token in tokenizer.added_tokens_decoder]
+    ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *special[-1:]]))
     texts = list(texts)
     for place, text in enumerate(texts):
         if text.rstrip().endswith(ends):
@@ -597,24 +605,26 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
-        end = end_of_turn if begin_of_end in text else end_token
-        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and ids[-len(end) :] != end):
+        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)):
             del ids[-1]  # some tokenizers append it to every text
-        if not ids or (is_ended and ids[-len(end) :] != end):
-            ids += end
+        if is_ended or not ids:
+            end = end_of_turn if begin_of_end in text else end_token
+            there = max(number for number in range(len(end) + 1) if ids[len(ids) - number :] == end[:number])
+            ids += end[there:]
     return encoded
 
 
 def turn_end(tokenizer):
-    """Ids of what the chat template writes after an answer, from a special token to the last; [] if there is none."""
+    """Ids of what the chat template writes after an answer, from a special token on; [] if there is none. A newline
+    behind it belongs to it: it is the last token of the chats on which a classifier was trained."""
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
     except Exception:  # templates raise what they like, and a tokenizer without one an error
         return []
-    ids = tokenizer(behind.rstrip(), add_special_tokens=False)["input_ids"]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    return ids[special[0] : special[-1] + 1] if special else []
+    return ids[special[0] :] if special else []
 
 
 def classifier_logits(model, lines):

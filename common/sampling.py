@@ -57,7 +57,7 @@ class Prompts:
             self.eval_sets[name] = encode_set(rows, set_flag(name))
         end = turn_end(tokenizer) if self.chats else []
         if end and end[0] not in row_ends(tokenizer):
-            words = tokenizer.decode(end)
+            words = tokenizer.decode(end).rstrip()
             screen.say(f"warning: {words!r} ends a turn of the chat template but no response, unless --stop has it")
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
@@ -398,7 +398,10 @@ def stopped(tokenizer, queries, responses, stops):
 
 def texts_behind(tokenizer, queries, responses, **options):
     """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
-    first token."""
+    first token. What an encoder-decoder writes is a text of its own."""
+    if getattr(tokenizer, "answers_apart", False):
+        queries = [[]] * len(queries)
+    options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
     whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
     prompts = tokenizer.batch_decode(queries, **options)
     samples = tokenizer.batch_decode(whole, **options)
@@ -427,8 +430,9 @@ def text_arguments(tokenizer, rows, outputs, output_ids):
     """Keyword arguments of a reward or metric function of texts besides the rows' other columns: lists with one entry
     per row, and the tokenizer."""
     prompts = [row["prompt"] for row in rows]
+    space = " " if getattr(tokenizer, "answers_apart", False) else ""
     return {
-        "samples": [prompt + output for prompt, output in zip(prompts, outputs, strict=True)],
+        "samples": [prompt + space + output for prompt, output in zip(prompts, outputs, strict=True)],
         "prompts": prompts,
         "outputs": list(outputs),
         "output_ids": [list(ids) for ids in output_ids],

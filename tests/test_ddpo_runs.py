@@ -24,6 +24,10 @@ def redness(images, prompts, target, **columns):
     return [-abs(4 * image[0].mean().item() - t) for image, t in zip(images, target, strict=True)]
 
 
+def greenness(images, **columns):
+    return [image[1].mean().item() for image in images]
+
+
 def run_ddpo(model, run_dir, rows=ROWS, **flags):
     """Two epochs of 8 images of 3 steps, two optimizer steps in each, unless flags say otherwise."""
     settings = {"num_epochs": 2, "rollout_batch_size": 8, "batch_size": 4, "num_inference_steps": 3, "reward": redness}
@@ -205,6 +209,8 @@ def test_adapters_go_on(tiny, tmp_path):
     _, more = run_ddpo(tiny, tmp_path / "more", resume=str(newest(short)), **flags)
     assert log(more) == log(straight)[-1:] and equal(unet(more / "hf_model"), unet(straight / "hf_model"))
     assert state(more)["rewards"] == state(straight)["rewards"]
+    _, other = run_ddpo(tiny, tmp_path / "other", resume=str(newest(short)), reward=greenness, **flags)
+    assert sum(map(len, state(other)["rewards"].values())) == 8  # of the second epoch alone
 
 
 @pytest.mark.case(33, "ddpo")

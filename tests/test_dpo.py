@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import weakref
 from types import SimpleNamespace
 from typing import get_args
 
@@ -314,6 +315,32 @@ def test_autocast_leaves_the_start_as_it_is(bf16, gpt2_dir, tmp_path, precompute
     start, first = log(run_dpo(gpt2_dir, tmp_path / "run", **flags | bf16)[1])
     assert start["eval/rewards/chosen"] == start["eval/rewards/margins"] == 0
     assert abs(first["rewards/chosen"]) < exact
+
+
+def test_a_kept_reference_is_released(monkeypatch, gpt2_dir, tmp_path):
+    """After its pass nothing holds the second model, so its memory is free while the policy trains."""
+    made = recorded(monkeypatch, dpo, "make_reference")
+    alive = []
+    step = dpo.optimizer_step
+
+    def stepping(*args):
+        alive.append(references[0]() is not None)
+        return step(*args)
+
+    references = []
+    prepare = dpo.prepare
+
+    def preparing(*args):
+        references.append(weakref.ref(made.pop()[1]))
+        return prepare(*args)
+
+    monkeypatch.setattr(dpo, "optimizer_step", stepping)
+    monkeypatch.setattr(dpo, "prepare", preparing)
+    for kept in (True, False):
+        references.clear()
+        alive.clear()
+        run_dpo(gpt2_dir, tmp_path / f"run-{kept}", ref_model=gpt2_dir, precompute_ref=kept)
+        assert alive == [not kept] * 3
 
 
 def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tmp_path):

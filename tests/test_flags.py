@@ -213,6 +213,8 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
+    ("sft", {"stop": "END"}, "--stop 'END' must be a list"),
+    ("grpo", {"stop": ("a", r"b\n")}, r"--stop b\n has a backslash and a letter: in a shell write $'...'"),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),

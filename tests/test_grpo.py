@@ -61,6 +61,18 @@ def test_advantages_by_hand():
     close(grpo.group_advantages(scores, 4, "maxrl"), [-2 / 3, -1 / 3, 0, 1, -1, 1, 1, -1])
 
 
+def test_a_negative_score_of_maxrl_keeps_what_was_trained(gpt2_dir, tmp_path):
+    """The first iteration is saved, though --save-every asks for none."""
+    scores = iter([1.0, -1.0])
+
+    def falling(outputs, **columns):
+        return [next(scores)] + [2.0] * (len(outputs) - 1)
+
+    with pytest.raises(InputError, match="a score is -1: with --advantage-kind maxrl, none may be below 0"):
+        run_grpo(gpt2_dir, tmp_path / "run", advantage_kind="maxrl", reward=falling)
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
+
+
 def test_maxrl_is_the_gradient_of_the_log_of_the_mean_score():
     """The mean of a right response's score gradients is that of log mean(r pi / sg pi), less a baseline for all."""
     scores = tensor(0, 1, 0, 0, 1)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import InputError, OptimizerArgs, from_task
+from common.data import tokenize
 from common.model import as_decoder, classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -160,6 +161,29 @@ UNUSABLE = {  # what: (file, value, what is said)
     "limit": ("tokenizer_config.json", {"model_max_length": "x"}, "'>' not supported"),
     "token": ("tokenizer.json", {}, "no embedding for the token 99 of the tokenizer"),
 }
+
+
+def test_a_marker_without_an_embedding(gpt2_dir, tmp_path, capsys):
+    """As <image_soft_token> of Gemma 3 1B: an error only where a row has it."""
+    args = sft.Args(model="model", dataset=[], dtype="float64")
+    shutil.copytree(gpt2_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    _, tokenizer = load_model(args, str(tmp_path / "model"))
+    assert tokenize(tokenizer, ["ab"], True, "once") == [[0, 1, EOS]]
+    with pytest.raises(InputError, match="^the model has no embedding for a marker .* 'a<image>b'$"):
+        tokenize(tokenizer, ["a<image>b"], True, "once")
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_an_ordinary_token_that_ends_responses_is_told(gpt2_dir, tmp_path, capsys):
+    """A configuration made without eos_token_id may have 2, whatever the tokenizer's token 2 is."""
+    shutil.copytree(gpt2_dir, tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [2, EOS, 10**6]}))
+    load_model(sft.Args(model="model", dataset=[], dtype="float64"), str(tmp_path / "model"))
+    said = capsys.readouterr().out
+    assert said == "warning: --model: responses end at the ordinary token 'c', an eos_token_id of the model\n"
 
 
 @pytest.mark.case(105, "sft")

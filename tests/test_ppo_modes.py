@@ -305,3 +305,22 @@ def test_a_score_that_is_not_finite_names_the_row(gpt2_dir, tmp_path):
     model.save_pretrained(judge)
     with pytest.raises(FloatingPointError, match="(inf|nan) for '[a-u]+' and '"):
         run_ppo(gpt2_dir, tmp_path / "run", reward=f"{judge}:good", dtype="float32")
+
+
+def lengths(outputs, **columns):
+    return [float(len(output)) for output in outputs]
+
+
+@pytest.mark.case(15, "ppo")
+def test_a_run_that_goes_on_with_another_coefficient_and_another_reward(gpt2_dir, tmp_path):
+    """The flag's coefficient, and moments of the new scores alone."""
+    flags = {"kl_target": None, "score_scaling": "running"}
+    run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, total_episodes=10, **flags)
+    again = {"resume": str(tmp_path / "one"), "total_episodes": 30, **flags}
+    for name, number, more in (("same", 30, {}), ("other", 20, {"reward": lengths})):
+        _, run_dir = run_ppo(gpt2_dir, tmp_path / name, kl_coef=0.7, **again, **more)
+        assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
+        state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
+        assert state["moments"][0] == number
+    with pytest.raises(InputError, match="^--rollout-batch-size must stay 10: it counts what was trained$"):
+        run_ppo(gpt2_dir, tmp_path / "new", rollout_batch_size=5, **again)

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
-from common.cli import InputError, load_function
+from common.cli import InputError, check_parameters, load_function
 from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts
 from common.model import classifier_ids
 from common.sampling import Prompts
@@ -433,8 +433,8 @@ def test_pairs_are_cut(letters):
         assert report.startswith(f"1 pairs; prompts: {prompts} cut; responses: {responses} cut (--max-length ")
 
 
-TURN_ENDS = {  # what the template writes behind a turn, what is left of it behind the last answer
-    "<pad>\n": [PAD],  # it ends turns, and is not the end token
+TURN_ENDS = {  # what the template writes behind a turn, its tokens; a classifier reads the last one
+    "<pad>\n": [PAD, UNK],  # it ends turns, and is not the end token
     "<pad>\n{% if loop.last and m.role == 'assistant' %}<eos>{% endif %}": [PAD, UNK, EOS],
 }
 
@@ -449,7 +449,11 @@ def test_a_turn_that_is_scored_has_one_end(letters, ending):
     tokenizer = add_specials(letters, "<bos> $A <eos>")
     _, ((chosen, _, _),), _ = reward.encode_texts([CHAT_PAIR], tokenizer, 99, "")
     assert list(chosen) == asked + end
-    assert classifier_ids(tokenizer, [sample] * 2, [True, False]) == [asked + end, asked]
+    whole = tokenizer.apply_chat_template([AB, CD], tokenize=False)
+    assert tokenizer(whole, add_special_tokens=False)["input_ids"] == asked + end  # as plain transformers reads it
+    for text in (sample, whole, whole.rstrip()):
+        assert classifier_ids(tokenizer, [text], [True]) == [asked + end]
+    assert classifier_ids(tokenizer, [sample], [False]) == [asked]
     assert classifier_ids(tokenizer, ["ab"], [True]) == [[BOS, 0, 1, EOS]]
     tokenizer.truncation_side = "left"
     (cut,) = classifier_ids(tokenizer, [sample], [True], max_length=8)
@@ -716,6 +720,36 @@ def test_what_a_template_leaves_out_is_said_once(capsys):
         assert capsys.readouterr().out.splitlines() == told
 
 
+STRIPPING = SMOL.replace(
+    "m.content", "m.content.split('</think>')[-1]"
+)  # as DeepSeek-V3.1's does in the last turn, too
+
+
+def test_an_answer_that_the_template_cuts_is_told_once(capsys):
+    limits = SimpleNamespace(max_prompt_length=None)
+    chats = [[user("a"), answer(text)] for text in ("b", "<think>c </think> d", "<think>e</think>f")]
+    for template, is_told in ((STRIPPING, True), (SMOL, False), (SMOL.replace("m.content", "m.content | trim"), False)):
+        tokenizer = build_tokenizer(template)
+        said = "row 2: the chat template leaves out a part of the last answer\n" * is_told
+        sft.encode_rows([{"messages": chat} for chat in chats], tokenizer, 999, True, "--dataset")
+        assert capsys.readouterr().out == (said and f"warning: --dataset {said}")
+        pairs = [{"chosen": chat, "rejected": [chat[0], answer("no")]} for chat in chats]
+        dpo.encode_pairs(pairs, tokenizer, 999, limits, "--eval-dataset")
+        assert capsys.readouterr().out == (said and f"warning: --eval-dataset {said}")
+
+
+def test_pairs_that_differ_in_several_turns_are_told(capsys):
+    """The user's turns in between have a gradient."""
+    begin = [user("a")]
+    several = {"chosen": [*begin, answer("b"), user("c"), answer("d")], "rejected": [*begin, answer("e")]}
+    one = {"chosen": [*begin, answer("b")], "rejected": [*begin, answer("c")]}
+    with_prompt = [{"prompt": begin, **{side: row[side][1:] for side in row}} for row in (several, one, several)]
+    for rows, number in (([one, several], 1), (with_prompt, 2), ([one, one], 0)):
+        pair_texts(rows, build_tokenizer(SMOL), "--dataset")
+        said = f"warning: --dataset: {number} pairs differ in more than an answer: turns of the user are trained, too\n"
+        assert capsys.readouterr().out == (said if number else "")
+
+
 def test_options_of_a_row_that_are_none():
     row = {"messages": [user("a"), answer("b")], "chat_template_kwargs": "{}"}
     with refused("--dataset row 1: the chat template cannot render the messages: 'str' object is not a mapping$"):
@@ -789,7 +823,7 @@ PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
 @pytest.mark.parametrize("template", [TOOLS, QWEN3], ids=["tools", "qwen3"])
 def test_pairs_and_queries_are_the_chats_of_the_template(template):
     """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
-    end token, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
+    end turn, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
     limits = SimpleNamespace(max_prompt_length=None)
     for tokenizer, row in product(tokenizers(template), [PAIR, WHOLE, PAIR | {"tools": ADD}]):
         tools = row.get("tools")
@@ -798,7 +832,7 @@ def test_pairs_and_queries_are_the_chats_of_the_template(template):
         (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, limits, "--dataset")
         assert pair == (*map(int32, whole), len(prompt)) and whole[0][: len(prompt)] == prompt
         _, (sides,), _ = reward.encode_texts([row], tokenizer, 999, "--dataset")
-        assert sides == (*(int32(tokenizer("")["input_ids"] + ids[:-1]) for ids in whole), 0)  # less the line break
+        assert sides == (*(int32(tokenizer("")["input_ids"] + ids) for ids in whole), 0)
         (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
         assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
 
@@ -895,7 +929,8 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
     table = datasets.Dataset.from_list(rows)
     table.to_parquet("rows.parquet")
     table.save_to_disk("saved")
-    for name in ("rows.parquet", "saved", table, lambda: table):
+    converted = (lambda: [dict(row) for row in table]), lambda: map(dict, table)
+    for name in ("rows.parquet", "saved", table, lambda: table, table.to_iterable_dataset(), *converted):
         found = load_rows(name, "--dataset")
         assert [row["messages"] for row in found] == [row["messages"] for row in rows]
         assert [row["tools"] for row in found] == [row["tools"] for row in rows]
@@ -1000,6 +1035,12 @@ def test_options_of_functions_are_as_typed(tmp_path):
     found = load_function(f"{tmp_path}/task.py:given:{options}", "--reward")()
     texts = {"day": "2024-07-26", "lang": "no", "id": "012", "big": "1_000", "at": "12:30"}
     assert found == texts | {"n": 12, "lr": 0.001, "x": 0.5, "is_on": True, "none": None, "words": ["a", 1]}
+    quoted = """pat='x,y=1',url="a?b=1,c=2",n=3"""
+    assert load_function(f"{tmp_path}/task.py:given:{quoted}", "--reward")() == {
+        "pat": "x,y=1",
+        "url": "a?b=1,c=2",
+        "n": 3,
+    }
     with refused("--reward .*write true or false, or put it into quotes"):
         load_function(f"{tmp_path}/task.py:given:lang=no", "--reward")
 
@@ -1013,6 +1054,14 @@ def test_functions_from_python_and_of_files_of_one_name(tmp_path):
         (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
         functions.append(load_function(f"{tmp_path}/{folder}/task.py:name", "--reward"))
     assert [pickle.loads(pickle.dumps(function))() for function in functions] == ["one", "two"]
+
+
+def test_an_option_is_not_replaced_by_a_column(tmp_path):
+    (tmp_path / "task.py").write_text("def score(outputs, weight, **columns):\n    return outputs\n")
+    function = load_function(f"{tmp_path}/task.py:score:weight=0.5", "--reward")
+    check_parameters(function, "--reward", [[{"prompt": "a", "length": 3}]], ("outputs",))
+    with refused("rename the rows' column 'weight': --reward gets something else under this name$"):
+        check_parameters(function, "--reward", [[{"prompt": "a", "weight": 3}]], ("outputs",))
 
 
 def test_prompts_of_lines():

@@ -52,6 +52,7 @@ BEST = {  # what: (losses of the first run's evaluations, how it goes on, losses
     "the last one": ({8: 2, 12: 1}, ["--resume", "run"], {16: 3, 20: 4}, 12),
     "an earlier one": ({8: 1, 12: 2}, ["--resume", "run"], {16: 3, 20: 4}, 8),
     "a discarded one": ({4: 3, 8: 1, 12: 2}, ["--resume", "run/checkpoints/step_00000006"], {8: 4, 12: 5}, 8),
+    "of other samples": ({8: 1}, ["--resume", "run", "--eval-temperature", "0.5"], {16: 3, 20: 4}, 16),
     "of other rows": ({8: 1}, OTHER_ROWS, {16: 3, 20: 4}, 16),
     "of another directory": ({8: 1}, ["--resume", "run/checkpoints/step_00000010", "--run-dir", "new"], {16: 3}, 16),
 }

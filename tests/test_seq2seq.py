@@ -14,6 +14,7 @@ import transformers as tf
 from helpers import BOS, EOS, PAD, add_specials, log, recorded, rolled
 from test_ilql import LOSSES, slow_action
 from test_models import more_vowels, reload
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -332,3 +333,18 @@ def test_ilql(monkeypatch, run, folder, pairs):
     for beta, outputs in zip(betas, texts, strict=True):
         with back.guided(beta):
             assert outputs == greedy(back.lm, folder, pairs)
+
+
+def test_what_it_writes_is_a_text_of_its_own():
+    """A sentencepiece tokenizer keeps a space ahead of a word only behind others. It also cleans up none."""
+    words = {word: number for number, word in enumerate(["<pad>", "</s>", "\u2581what", "\u25814", "\u2581?"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+    tokenizer.clean_up_tokenization_spaces = True
+    for apart, text in ((True, "4 ?"), (False, " 4 ?")):
+        tokenizer.answers_apart = apart
+        assert sampling.decode(tokenizer, [[2, 1]], [[3, 4, 1]], ()) == [text]
+        given = sampling.text_arguments(tokenizer, [{"prompt": "what"}], [text], [[3, 4, 1]])
+        assert given["samples"] == ["what 4 ?"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A pretrained model writes film reviews, by every script for text; PPO with the true score and with a learned one.
+# A pretrained model writes film reviews, by every script for text but grpo; PPO with the true score and with a learned one.
 . "$(dirname "$0")/../common.sh"
 settings=benchmarks/tasks/pretrained
 for seed in ${SEEDS:-1 2 3}; do

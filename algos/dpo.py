@@ -50,6 +50,7 @@ from common.data import (
     prompt_messages,
     set_flag,
     set_prefix,
+    tell_several_turns,
     tokenize,
     untrained_end,
 )
@@ -214,6 +215,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     """
     chat = is_chat(rows, ["chosen"])
     triples = pair_texts(rows, tokenizer, flag)
+    tell_several_turns(rows, flag)
     for number, (prompt, _, _) in enumerate(triples, 1):
         if not prompt and (chat or "prompt" not in rows[0]):
             raise InputError(f"{flag} row {number}: chosen and rejected begin differently: add a prompt column")

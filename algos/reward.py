@@ -174,8 +174,9 @@ def encode_texts(rows, tokenizer, max_length, flag):
         if not isinstance(margin, int | float) or not math.isfinite(margin):
             raise InputError(f"{flag} row {number}: 'margin' must be a finite number, not {margin!r:.60}")
     ended = [True] * len(rows)
-    chosen_ids = classifier_ids(tokenizer, chosen_texts, ended)
-    rejected_ids = classifier_ids(tokenizer, rejected_texts, ended)
+    chats = is_chat(rows, ["chosen"])
+    chosen_ids = classifier_ids(tokenizer, chosen_texts, ended, chats)
+    rejected_ids = classifier_ids(tokenizer, rejected_texts, ended, chats)
     kept = []
     pairs = []
     too_long = 0

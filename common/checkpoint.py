@@ -380,14 +380,14 @@ def module_files(name, folders):
 def is_installed(file):
     """Whether pip has put a file where it is, by --target too."""
     in_packages = {"site-packages", "dist-packages"} & {*file.parts}
-    return bool(in_packages) or any(path.name in installed_names(path.parent) for path in [file, *file.parents])
+    return bool(in_packages) or any(str(file.relative_to(path)) in installed_names(path) for path in file.parents)
 
 
 @functools.cache
 def installed_names(folder):
-    """The names in a folder that pip has noted there."""
-    notes = [record.read_text().splitlines() for record in folder.glob("*.dist-info/RECORD")]
-    return {re.split("[/,]", line)[0] for line in itertools.chain(*notes)}
+    """The files in a folder that pip has noted there."""
+    notes = [record.read_text(errors="replace").splitlines() for record in folder.glob("*.dist-info/RECORD")]
+    return {line.partition(",")[0] for line in itertools.chain(*notes)}
 
 
 def hash_of_files(files):

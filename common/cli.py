@@ -265,8 +265,8 @@ def problems_of(args):
         if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
             problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
     for stop in getattr(args, "stop", ()):
-        if re.search(r"\\[nrt]", stop):
-            problems.append(f"--stop {stop} has a backslash and a letter: in a shell write $'...'")
+        if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
+            problems.append(f"--stop {stop} begins with a backslash and a letter: a line break is $'\\n' in a shell")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     return problems
@@ -510,6 +510,7 @@ class RolloutArgs(TextArgs):
 # ---- Spec strings ----------------------------------------------------------------------------------------------------
 
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+QUOTED = r"""(?<=[=,\[{ ])(?:'[^']*'|"(?:[^"\\]|\\.)*")"""  # a value in quotes, in the options
 
 
 def spec_path(spec):
@@ -561,7 +562,7 @@ def load_function(spec, flag):
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    parts = re.split("""('[^']*'|"[^"]*")""", match["options"] or "")  # every second one is in quotes
+    parts = re.split(f"({QUOTED})", match["options"] or "")  # every second one is in quotes
     parts[::2] = [re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", part) for part in parts[::2]]
     options = "".join(parts)
     try:
@@ -627,6 +628,8 @@ def accepted(function, name, row, given):
     taken = [column for column in columns if column in given]
     taken += [column for column in columns if column in getattr(function, "keywords", {})]  # options behind its name
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
+    options = [option for option in getattr(function, "keywords", {}) if option in given]
+    stop_if([f"rename the option {option!r}: {name} gets something else under this name" for option in options])
     names = [*given, *columns]
     signature = inspect.signature(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import InputError, build, spec_path
+from common.cli import QUOTED, InputError, build, spec_path
 from common.terminal import screen, visible
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
@@ -47,7 +47,8 @@ def load_rows(data, flag):
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
     made = build(data, flag)
-    may_be_arrow = made is not data or not isinstance(data, list | tuple | str)
+    # lists and texts are what they were; what others make may be of a Dataset
+    may_be_arrow = "datasets" in sys.modules and not isinstance(made, str) and not isinstance(data, list | tuple)
     data = rows = made
     if isinstance(data, str):
         try:
@@ -156,8 +157,9 @@ def load_sets(spec, flag):
     if not spec:
         return {}
     sets = {}
-    # a comma before key= lies between the options of a function
-    for source in re.split(r",\s*(?!\w+=)", spec) if isinstance(spec, str) else []:
+    # commas in quotes and before key= belong to the options of a function
+    for source in re.findall(rf"(?:{QUOTED}|,(?=\s*\w+=)|[^,])+", spec) if isinstance(spec, str) else []:
+        source = source.strip()
         name = source.split(":")[1] if ":" in source else Path(source).stem
         if name in sets:
             raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
@@ -341,12 +343,13 @@ def tell_left_out(tokenizer, chats, rows, flag):
                     screen.say(f"warning: {where}: the chat template leaves out: {name}")
 
 
-def tell_cut_answer(chats, written, flag):
+def tell_cut_answer(chats, written, rows, flag):
     """Says, once, if the template leaves out a part of a last answer, such as its thoughts. written: texts of chats."""
-    for number, (messages, text) in enumerate(zip(chats, written, strict=True), 1):
+    for index, (messages, text) in enumerate(zip(chats, written, strict=True)):
         answer = messages[-1].get("content") or ""
-        if "".join(answer.split()) not in "".join(text.split()):  # blanks are the template's own
-            screen.say(f"warning: {flag} row {number}: the chat template leaves out a part of the last answer")
+        if isinstance(answer, str) and "".join(answer.split()) not in "".join(text.split()):  # but for blanks
+            number = index % len(rows) + 1
+            screen.say(f"warning: {flag} row {number}: the chat template changes the last answer, or leaves out a part")
             return
 
 
@@ -372,7 +375,7 @@ def row_segments(rows, tokenizer, flag):
         tell_repeated_prompts(rows, ["completion"], flag)
         chats = [joined(row["prompt"], row["completion"]) for row in rows]
         tell_left_out(tokenizer, chats, rows, flag)
-        tell_cut_answer(chats, map("".join, turns), flag)
+        tell_cut_answer(chats, map("".join, turns), rows, flag)
         return turns
     if "dialogue" in columns:
         return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
@@ -423,8 +426,9 @@ def pair_texts(rows, tokenizer, flag):
         for side in SIDES:
             chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
         tell_left_out(tokenizer, chats, rows, flag)
-        tell_cut_answer(chats[: len(rows)], [prompt + chosen for prompt, chosen, _ in pairs], flag)
-        tell_several_turns(rows, flag)
+        written = [prompt + chosen for prompt, chosen, _ in pairs]
+        written += [prompt + rejected for prompt, _, rejected in pairs]
+        tell_cut_answer(chats, written, rows, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
     others = sorted(QUESTIONS & rows[0].keys())
@@ -466,14 +470,15 @@ def chat_pair(tokenizer, row, where):
 
 
 def tell_several_turns(rows, flag):
-    """Says how many pairs differ before their last answers: what the user says in between belongs to the responses."""
+    """Says how many pairs of chats differ before their last answers: what others say in between belongs to them."""
     number = 0
-    for row in rows:
+    for row in rows if is_chat(rows, ["chosen"]) else []:
         begin = 0 if messages_in(row, "prompt") else len(prompt_messages(row))
         turns = [*row["chosen"][begin:], *row["rejected"][begin:]]
         number += any(message["role"] != "assistant" for message in turns)
     if number:
-        screen.say(f"warning: {flag}: {number} pairs differ in more than an answer: turns of the user are trained, too")
+        what = "pairs differ in more than an answer: messages of others are trained, too"
+        screen.say(f"warning: {flag}: {number} {what}")
 
 
 def prompt_messages(row):
@@ -502,11 +507,9 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     ends = row_ends(tokenizer)
-    known = getattr(tokenizer, "num_embeddings", math.inf)
     end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
     for text, ids in zip(texts, encoded, strict=True):
-        if max(ids, default=0) >= known:
-            raise InputError(f"the model has no embedding for a marker of its tokenizer, which is in {text!r:.60}")
+        check_known(tokenizer, text, ids)
         has_bos = bos is not None and text.startswith(tokenizer.bos_token)
         if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
             del ids[0]
@@ -517,6 +520,15 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
         if end == "once" and not has_end:
             ids.append(eos)
     return encoded
+
+
+def check_known(tokenizer, text, ids):
+    """InputError for a marker of the tokenizer that the model has no embedding for: small versions of a model may
+    lack it."""
+    last = max(ids, default=0)
+    if last >= getattr(tokenizer, "num_embeddings", math.inf):
+        marker = f"{tokenizer.convert_ids_to_tokens(last)}, a marker of its tokenizer"
+        raise InputError(f"the model has no embedding for {marker}, which is in {text!r:.60}")
 
 
 def int32(ids):

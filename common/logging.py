@@ -140,6 +140,7 @@ class Run:
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
             path = max(named.glob("checkpoints/step_????????"), default=named)
+            origin = self._origin(path)
         if self.args.check:
             return None, path, ckpt.read_checkpoint(path) if path else state, False, False
         folder = self.dir = self._locked_folder()
@@ -167,19 +168,25 @@ class Run:
             if not path.exists():
                 raise InputError(f"--resume {path}: there is no such run or checkpoint")
             state = ckpt.read_checkpoint(path)
-            lines = []
-            origin = path.resolve().parents[1] / "env.json"
-            if origin.exists():
-                old = json.loads(origin.read_text())
-                lines = differences(old, self.identity)
-                if old["algo"] != self.identity["algo"]:
-                    raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
-                size = "rollout_batch_size" if "rollout_batch_size" in old["flags"] else "batch_size"
-                if old["flags"][size] != getattr(self.args, size):
-                    raise InputError(f"{flag_of(size)} must stay {old['flags'][size]}: it counts what was trained")
-            own = f"its own flags are --config {origin.with_name('config.yaml')}; what differs:"
+            lines = differences(origin, self.identity) if origin else []
+            own = f"its own flags are --config {path.resolve().parent.parent / 'config.yaml'}; what differs:"
             self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
         return folder, path and path.absolute(), state, False, same
+
+    def _origin(self, checkpoint):
+        """The identity of the run that a checkpoint is of, or {}. InputError where it cannot go on here."""
+        file = checkpoint.resolve().parent.parent / "env.json"
+        if not file.exists():
+            return {}
+        old = json.loads(file.read_text())
+        if old["algo"] != self.identity["algo"]:
+            raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
+        size = "rollout_batch_size" if "rollout_batch_size" in old["flags"] else "batch_size"
+        before = old["flags"][size]
+        if before != getattr(self.args, size):
+            how = f"give {flag_of(size)} {before}, too, because it counts what was trained"
+            raise InputError(f"--resume {self.args.resume}: {how}")
+        return old
 
     def _locked_folder(self):
         """The run directory, created if it is new, and locked."""
@@ -265,8 +272,8 @@ class Run:
         kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | state
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
         reward = [self.identity[part].get("reward") for part in ("flags", "files")]
-        if self.loaded.get("reward", reward) != reward:
-            vars(self.kept).update(state)  # statistics of another reward
+        if self.loaded.get("reward", reward) != reward:  # all but the coefficient are statistics of scores
+            vars(self.kept).update({name: value for name, value in state.items() if name != "kl_coef"})
         self.kept.reward = reward
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:

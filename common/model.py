@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.cli import InputError, read_options, spec_path
-from common.data import collate
+from common.data import check_known, collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
@@ -190,9 +190,11 @@ def check_model(model, tokenizer, missing, is_lm):
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{name} is not finite")
-    markers = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}  # such as <image>
-    highest = max({*tokenizer.get_vocab().values()} - markers)
-    if highest >= len(model.get_input_embeddings().weight):
+    tokenizer.num_embeddings = len(model.get_input_embeddings().weight)
+    markers = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    markers -= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    highest = max({*tokenizer.get_vocab().values()} - markers)  # others, such as <image>: see `check_known`
+    if highest >= tokenizer.num_embeddings:
         raise ValueError(f"the model has no embedding for the token {highest} of the tokenizer")
 
 
@@ -235,7 +237,6 @@ def load_model(args, path, flag="--model"):
         screen.say(f"warning: {flag}: responses end at the ordinary token {token!r}, an eos_token_id of the model")
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
     tokenizer.ends = ends  # for `row_ends`
-    tokenizer.num_embeddings = len(model.get_input_embeddings().weight)  # for `tokenize`
     tokenizer.answers_apart = model.config.is_encoder_decoder  # for `texts_behind`
     return model, tokenizer
 
@@ -546,6 +547,7 @@ class RewardModel:
         self.label = labels.index(label)
         self.name = args.reward
         self.batch_size = args.micro_batch_size
+        self.chats = False  # whether the prompts are chats
         raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
@@ -557,7 +559,7 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, samples, ended):
         """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
-        encoded = classifier_ids(self.tokenizer, samples, ended, max_length=self.limit)
+        encoded = classifier_ids(self.tokenizer, samples, ended, self.chats, max_length=self.limit)
         lengths = torch.tensor([len(ids) for ids in encoded])
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
         for rows in lengths.argsort(stable=True).split(self.batch_size):
@@ -587,13 +589,14 @@ def raise_heads(model):
     return sorted(names)
 
 
-def classifier_ids(tokenizer, texts, ended, max_length=None):
+def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
     """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
-    `ended` have one end: that of a turn (`turn_end`) if the text has one, otherwise the end token."""
+    `ended` have one end: that of a turn (`turn_end`) with chats, or where a turn in the text has it; otherwise the end
+    token."""
     eos = tokenizer.eos_token_id
     end_token = [] if eos is None else [eos]
-    end_of_turn = turn_end(tokenizer) or end_token
-    begin_of_end = "".join(tokenizer.convert_ids_to_tokens(end_of_turn[:1]))
+    written, end_of_turn = turn_end(tokenizer)
+    end_of_turn = end_of_turn or end_token
     special = [token for token in end_of_turn if token in tokenizer.added_tokens_decoder]
     ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *special[-1:]]))
     texts = list(texts)
@@ -603,28 +606,33 @@ def classifier_ids(tokenizer, texts, ended, max_length=None):
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
+        check_known(tokenizer, text, ids)
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
-        if ids[-2:] == [eos, eos] or (ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token)):
-            del ids[-1]  # some tokenizers append it to every text
+        is_added = ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token) and eos != tokenizer.sep_token_id
+        if is_added or ids[-2:] == [eos, eos]:
+            del ids[-1]  # some tokenizers append it to every text; for RoBERTa and others it is a part of the input
         if is_ended or not ids:
-            end = end_of_turn if begin_of_end in text else end_token
+            end = end_of_turn if chats or (written and written in text) else end_token
             there = max(number for number in range(len(end) + 1) if ids[len(ids) - number :] == end[:number])
             ids += end[there:]
     return encoded
 
 
 def turn_end(tokenizer):
-    """Ids of what the chat template writes after an answer, from a special token on; [] if there is none. A newline
-    behind it belongs to it: it is the last token of the chats on which a classifier was trained."""
+    """What the chat template writes after an answer, from a special token on, as (text, ids); both empty if there is
+    none. A newline behind it belongs to it: it is the last token of the chats on which a classifier was trained."""
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
     except Exception:  # templates raise what they like, and a tokenizer without one an error
-        return []
+        return "", []
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
     special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    return ids[special[0] :] if special else []
+    if not special:
+        return "", []
+    ids = ids[special[0] :]
+    return behind[behind.index(tokenizer.convert_ids_to_tokens(ids[0])) :], ids
 
 
 def classifier_logits(model, lines):

@@ -55,9 +55,9 @@ class Prompts:
         self.rows, self.queries = encode_set(self.rows, "--dataset")
         for name, rows in self.eval_sets.items():
             self.eval_sets[name] = encode_set(rows, set_flag(name))
-        end = turn_end(tokenizer) if self.chats else []
+        words, end = turn_end(tokenizer) if self.chats else ("", [])
         if end and end[0] not in row_ends(tokenizer):
-            words = tokenizer.decode(end).rstrip()
+            words = words.rstrip()
             screen.say(f"warning: {words!r} ends a turn of the chat template but no response, unless --stop has it")
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
@@ -79,6 +79,7 @@ class Prompts:
         """Loads the reward model, if --reward names one. Returns its classifier, or None."""
         if self.reward is None:
             self.reward = RewardModel(args, lm)
+            self.reward.chats = self.chats
             if self.chats and self.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
                 screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
         return getattr(self.reward, "model", None)

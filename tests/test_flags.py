@@ -208,13 +208,14 @@ GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
+STOP = r"--stop \n\nQ begins with a backslash and a letter: a line break is $'\n' in a shell"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("sft", {"stop": "END"}, "--stop 'END' must be a list"),
-    ("grpo", {"stop": ("a", r"b\n")}, r"--stop b\n has a backslash and a letter: in a shell write $'...'"),
+    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, STOP),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),

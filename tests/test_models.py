@@ -8,12 +8,13 @@ import copy
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, recorded
+from helpers import BOS, EOS, add_specials, recorded
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -171,10 +172,31 @@ def test_a_marker_without_an_embedding(gpt2_dir, tmp_path, capsys):
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "model")
     _, tokenizer = load_model(args, str(tmp_path / "model"))
-    assert tokenize(tokenizer, ["ab"], True, "once") == [[0, 1, EOS]]
-    with pytest.raises(InputError, match="^the model has no embedding for a marker .* 'a<image>b'$"):
-        tokenize(tokenizer, ["a<image>b"], True, "once")
+    for encode in (lambda texts: tokenize(tokenizer, texts, True, "once"), partial(classify, tokenizer)):
+        assert encode(["ab"]) == [[0, 1, EOS]]
+        with pytest.raises(
+            InputError,
+            match="^the model has no embedding for <image>, a marker of its tokenizer, which is in 'a<image>b'$",
+        ):
+            encode(["a<image>b"])
     assert "warning" not in capsys.readouterr().out
+    for used in ("pad_token", "eos_token", "bos_token"):
+        tokenizer.add_special_tokens({used: "<image>"})
+        tokenizer.save_pretrained(tmp_path / "model")
+        with pytest.raises(InputError, match="no embedding for the token"):
+            load_model(args, str(tmp_path / "model"))
+
+
+def classify(tokenizer, texts):
+    return classifier_ids(tokenizer, texts, [True] * len(texts), chats=False)
+
+
+def test_the_separator_of_an_encoder_stays(letters):
+    """RoBERTa has one behind every text; what was not ended has it, too."""
+    tokenizer = add_specials(letters, "<bos> $A <eos>")
+    for separator, ids in ((None, [BOS, 2, 3]), ("<eos>", [BOS, 2, 3, EOS])):
+        tokenizer.sep_token = separator
+        assert classifier_ids(tokenizer, ["cd"], [False], chats=False) == [ids]
 
 
 def test_an_ordinary_token_that_ends_responses_is_told(gpt2_dir, tmp_path, capsys):
@@ -240,8 +262,8 @@ def test_a_text_whose_end_is_followed_by_blanks(letters):
     (episode,), _ = ilql.encode_episodes(rows, letters, 32, "--dataset")
     assert list(episode.actions) == [2, 3, 4] and episode.rewards == [0, 0, 3] and episode.done
     for text in ("cd<eos>\n", "cd<eos>", "cd"):
-        assert classifier_ids(letters, [text], [True]) == [[2, 3, EOS]]
-    assert classifier_ids(letters, ["cd\n"], [True]) == [[2, 3, 25, EOS]]
+        assert classifier_ids(letters, [text], [True], False) == [[2, 3, EOS]]
+    assert classifier_ids(letters, ["cd\n"], [True], False) == [[2, 3, 25, EOS]]
 
 
 def test_a_gguf_file_is_a_directory_and_an_option(tmp_path, monkeypatch):

@@ -322,5 +322,14 @@ def test_a_run_that_goes_on_with_another_coefficient_and_another_reward(gpt2_dir
         assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
         state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
         assert state["moments"][0] == number
-    with pytest.raises(InputError, match="^--rollout-batch-size must stay 10: it counts what was trained$"):
-        run_ppo(gpt2_dir, tmp_path / "new", rollout_batch_size=5, **again)
+    for check in (False, True):
+        with pytest.raises(InputError, match="one: give --rollout-batch-size 10, too, because it counts what was tr"):
+            run_ppo(gpt2_dir, tmp_path / "new", rollout_batch_size=5, check=check, **again)
+
+
+def test_an_adapted_coefficient_is_kept_for_another_reward(gpt2_dir, tmp_path):
+    run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, kl_target=1e-9, kl_horizon=99, total_episodes=10)
+    again = {"resume": str(tmp_path / "one"), "total_episodes": 20, "kl_target": 1e-9, "kl_horizon": 99}
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "other", kl_coef=0.1, reward=lengths, **again)
+    # the first KL was 0: an error of -1, clipped to -0.2
+    assert log(run_dir)[-1]["objective/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 10 / 99))

@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from itertools import groupby, product
 from types import SimpleNamespace
 
@@ -452,11 +453,13 @@ def test_a_turn_that_is_scored_has_one_end(letters, ending):
     whole = tokenizer.apply_chat_template([AB, CD], tokenize=False)
     assert tokenizer(whole, add_special_tokens=False)["input_ids"] == asked + end  # as plain transformers reads it
     for text in (sample, whole, whole.rstrip()):
-        assert classifier_ids(tokenizer, [text], [True]) == [asked + end]
-    assert classifier_ids(tokenizer, [sample], [False]) == [asked]
-    assert classifier_ids(tokenizer, ["ab"], [True]) == [[BOS, 0, 1, EOS]]
+        assert classifier_ids(tokenizer, [text], [True], True) == [asked + end]
+    assert classifier_ids(tokenizer, [sample], [False], True) == [asked]
+    written = classifier_ids(tokenizer, [sample], [True], False)  # a prompt that was a text, not messages
+    assert written == [asked + (end if EOS not in end else [EOS])]
+    assert classifier_ids(tokenizer, ["ab"], [True], False) == [[BOS, 0, 1, EOS]]
     tokenizer.truncation_side = "left"
-    (cut,) = classifier_ids(tokenizer, [sample], [True], max_length=8)
+    (cut,) = classifier_ids(tokenizer, [sample], [True], True, max_length=8)
     assert len(cut) <= 8 and cut[-1 - len(end) :] == [3, *end]
 
 
@@ -730,24 +733,28 @@ def test_an_answer_that_the_template_cuts_is_told_once(capsys):
     chats = [[user("a"), answer(text)] for text in ("b", "<think>c </think> d", "<think>e</think>f")]
     for template, is_told in ((STRIPPING, True), (SMOL, False), (SMOL.replace("m.content", "m.content | trim"), False)):
         tokenizer = build_tokenizer(template)
-        said = "row 2: the chat template leaves out a part of the last answer\n" * is_told
+        said = "row 2: the chat template changes the last answer, or leaves out a part\n" * is_told
         sft.encode_rows([{"messages": chat} for chat in chats], tokenizer, 999, True, "--dataset")
         assert capsys.readouterr().out == (said and f"warning: --dataset {said}")
         pairs = [{"chosen": chat, "rejected": [chat[0], answer("no")]} for chat in chats]
-        dpo.encode_pairs(pairs, tokenizer, 999, limits, "--eval-dataset")
-        assert capsys.readouterr().out == (said and f"warning: --eval-dataset {said}")
+        for row in (pairs[1], {"chosen": pairs[1]["rejected"], "rejected": pairs[1]["chosen"]}):
+            dpo.encode_pairs([pairs[0], row], tokenizer, 999, limits, "--eval-dataset")
+            assert capsys.readouterr().out == (said and f"warning: --eval-dataset {said}")
 
 
 def test_pairs_that_differ_in_several_turns_are_told(capsys):
-    """The user's turns in between have a gradient."""
+    """The user's turns in between have a gradient. reward.py reads whole texts."""
+    limits = SimpleNamespace(max_prompt_length=None)
     begin = [user("a")]
     several = {"chosen": [*begin, answer("b"), user("c"), answer("d")], "rejected": [*begin, answer("e")]}
     one = {"chosen": [*begin, answer("b")], "rejected": [*begin, answer("c")]}
     with_prompt = [{"prompt": begin, **{side: row[side][1:] for side in row}} for row in (several, one, several)]
     for rows, number in (([one, several], 1), (with_prompt, 2), ([one, one], 0)):
         pair_texts(rows, build_tokenizer(SMOL), "--dataset")
-        said = f"warning: --dataset: {number} pairs differ in more than an answer: turns of the user are trained, too\n"
-        assert capsys.readouterr().out == (said if number else "")
+        assert not capsys.readouterr().out
+        dpo.encode_pairs(rows, build_tokenizer(SMOL), 999, limits, "--dataset")
+        said = f"warning: --dataset: {number} pairs differ in more than an answer: messages of others are trained, too"
+        assert capsys.readouterr().out.splitlines() == [said] * (number > 0)
 
 
 def test_options_of_a_row_that_are_none():
@@ -936,6 +943,11 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
         assert [row["tools"] for row in found] == [row["tools"] for row in rows]
         assert [row["chat_template_kwargs"] for row in found] == [{"a": 1}, {"city": "Bergen"}]
         assert found[0]["info"] == {"a": 1, "city": None}  # a column of the user's
+    plain = [{"prompt": "a", "tools": [{"default": None}]}]
+    write("rows.jsonl", plain)
+    assert load_rows(lambda: "rows.jsonl", "--dataset") == plain
+    monkeypatch.delitem(sys.modules, "datasets")
+    assert load_rows(lambda: plain, "--dataset") == plain
 
 
 def test_files_of_other_columns(tmp_path, monkeypatch):
@@ -1010,6 +1022,7 @@ SETS = [
     ("hard.jsonl, easy.jsonl", {"hard": HARD, "easy": EASY}),
     ("task.py:rows:n=2,text=b", {"": TWO}),
     ("hard.jsonl,task.py:rows:n=2,text=b", {"hard": HARD, "rows": TWO}),
+    ("task.py:rows:n=2,text='b,c', hard.jsonl", {"rows": [{"text": "b,c"}] * 2, "hard": HARD}),
     ("task.py:sets", {"a": EASY}),
 ]
 
@@ -1036,11 +1049,10 @@ def test_options_of_functions_are_as_typed(tmp_path):
     texts = {"day": "2024-07-26", "lang": "no", "id": "012", "big": "1_000", "at": "12:30"}
     assert found == texts | {"n": 12, "lr": 0.001, "x": 0.5, "is_on": True, "none": None, "words": ["a", 1]}
     quoted = """pat='x,y=1',url="a?b=1,c=2",n=3"""
-    assert load_function(f"{tmp_path}/task.py:given:{quoted}", "--reward")() == {
-        "pat": "x,y=1",
-        "url": "a?b=1,c=2",
-        "n": 3,
-    }
+    found = load_function(f"{tmp_path}/task.py:given:{quoted}", "--reward")()
+    assert found == {"pat": "x,y=1", "url": "a?b=1,c=2", "n": 3}
+    found = load_function(f"""{tmp_path}/task.py:given:a=don't,b=it's,c="x\\",d=1",e=['f=1',2]""", "--reward")()
+    assert found == {"a": "don't", "b": "it's", "c": 'x",d=1', "e": ["f=1", 2]}
     with refused("--reward .*write true or false, or put it into quotes"):
         load_function(f"{tmp_path}/task.py:given:lang=no", "--reward")
 
@@ -1062,6 +1074,8 @@ def test_an_option_is_not_replaced_by_a_column(tmp_path):
     check_parameters(function, "--reward", [[{"prompt": "a", "length": 3}]], ("outputs",))
     with refused("rename the rows' column 'weight': --reward gets something else under this name$"):
         check_parameters(function, "--reward", [[{"prompt": "a", "weight": 3}]], ("outputs",))
+    with refused("rename the option 'weight': --reward gets something else under this name$"):
+        check_parameters(function, "--reward", [[{"prompt": "a"}]], ("outputs", "weight"))
 
 
 def test_prompts_of_lines():

@@ -114,7 +114,7 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     negative_prompt: str = ""
     """The prompt that guidance steers away from."""
     decode_batch_size: Count = 8
-    """Images that a process samples at once. Changes memory and speed, never the result."""
+    """Images that a process samples at once. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 1e-5
@@ -127,7 +127,7 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     batch_size: Count = 64
     """Images per optimizer step, each with its denoising steps, over all processes (the authors' code: 64)."""
     micro_batch_size: Count = 8
-    """(image, step) pairs per process and forward pass. Changes memory and speed, never the result."""
+    """(image, step) pairs per process and forward pass. Changes memory and speed; the result only by rounding."""
 
     # ---- data
     dataset: str | None = None

@@ -94,7 +94,7 @@ class Args(TextArgs):
     2404.19733, Eq. 1, takes a mean per response). Keeps their probability and that of the end token from falling."""
     packing: bool = True
     """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
-    models whose layers would mix them. Changes memory and speed, never the result."""
+    models whose layers would mix them. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 1e-6

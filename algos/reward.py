@@ -89,7 +89,7 @@ class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around zero (arXiv 2312.09244, Eq. 2; 0.01 is usual)."""
     packing: bool = True
     """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
-    models whose layers would mix them. Changes memory and speed, never the result."""
+    models whose layers would mix them. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 1e-5

@@ -55,7 +55,7 @@ class Args(TextArgs):
     """Train only on completions, dialogue outputs and a chat's assistant turns. When off, train on every token."""
     packing: bool = True
     """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
-    models whose layers would mix them. Changes memory and speed, never the result."""
+    models whose layers would mix them. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 2e-5

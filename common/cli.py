@@ -345,7 +345,7 @@ class SamplingArgs:
     top_p: Share = 1.0
     """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
     decode_batch_size: Count = 256
-    """Rows that a process decodes at once. Changes memory and speed, never the result."""
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
@@ -387,8 +387,8 @@ class OptimizerArgs:
     batch_size: Count = 64
     """Rows per optimizer step, over all processes."""
     micro_batch_size: Count = 8
-    """Rows per process and forward pass; where lines are scored one by one, more shorter ones, up to as many tokens as
-    so many of the longest have. Changes memory and speed, never the result."""
+    """Rows per process and forward pass; sft, ppo and grpo take more of shorter rows, up to the tokens of so many of
+    the longest. Changes memory and speed; the result only by rounding."""
 
     def learning_rate(self, step, total_steps):
         """The rate of step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then constant."""

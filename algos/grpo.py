@@ -71,7 +71,7 @@ from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, summed
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, line_logprobs, score_all, token_entropies
+from common.scoring import Episodes, line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -322,7 +322,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
             kept = rows[has_advantage[rows]]
             if len(kept) == 0:
                 kept = rows[:1]  # a step without a gradient is a step of AdamW all the same
-        yield rows, batch.micro_batches(accelerator, kept, args.micro_batch_size)
+        yield rows, split_lines(accelerator, [batch.examples[row] for row in kept.tolist()], args.micro_batch_size)
 
 
 def losses(model, batch, lines, weights, counts, args):

@@ -53,7 +53,7 @@ from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, in_float32, line_logprobs, score_all, token_entropies
+from common.scoring import Episodes, in_float32, line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
 
 HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
@@ -431,7 +431,7 @@ def minibatches(accelerator, batch, args, iteration, epoch):
     and the lines of this process's share of them, micro-batch by micro-batch."""
     order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
     for rows in order.split(args.batch_size):
-        yield rows, batch.micro_batches(accelerator, rows, args.micro_batch_size)
+        yield rows, split_lines(accelerator, [batch.examples[row] for row in rows.tolist()], args.micro_batch_size)
 
 
 def losses(model, batch, lines, args):

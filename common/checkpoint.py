@@ -391,7 +391,6 @@ def installed_names(folder):
 
 
 def hash_of_files(files):
-    """A hash of the contents of files, in the given order."""
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 
@@ -433,9 +432,6 @@ def differences(old, new):
         elif name not in flags and name != "resume":  # where it continues does not count
             lines.append(f"the file of {flag_of(name)} has changed")
     return lines
-
-
-# ---- Inputs --------------------------------------------------------------------------------------------------------
 
 
 def hub_commit(model, revision=None):

@@ -48,7 +48,6 @@ def stop_if(problems):
 
 
 def flag_of(name):
-    """The flag for a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -63,7 +62,6 @@ def cli(args_class, main, task=None):
     try:
         if {"-h", "--help"} & set(sys.argv):
             print_help(args_class, everything="all" in sys.argv)
-        refuse_repeated(sys.argv[1:])
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -71,15 +69,6 @@ def cli(args_class, main, task=None):
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
         sys.exit(2)
-
-
-def refuse_repeated(words):
-    """InputError for each flag that is given twice, of which tyro would silently take the last."""
-    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
-    repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
-    hints = {"--reward": "; one function can add up several rewards"}
-    stop_if([f"{flag} is given twice: give it once{hints.get(flag, '')}" for flag in repeated])
 
 
 def parse(argv, args_class, task=None):
@@ -90,11 +79,13 @@ def parse(argv, args_class, task=None):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
     files, words = parser.parse_known_args(argv)
-    flags = {word.partition("=")[0] for word in argv}
-    takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
+    flags = [flag_of(word[2:].partition("=")[0]).replace("--no-", "--") for word in words if word.startswith("--")]
+    takes_task = task and not (files.config or {"--model", "--dataset"} & {*flags}) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
     script = Path(task or "").stem
-    problems = other_names(words, args_class, script)
+    # tyro would silently take the last one
+    problems = [f"{flag} is given twice: give it once" for flag in sorted({*flags}) if flags.count(flag) > 1]
+    problems += other_names(words, args_class, script)
     for path in reversed(paths):
         added = read_config(path, args_class, skips_unknown=takes_task)
         problems += other_names(added, args_class, script, f"--config {path}: ")
@@ -277,8 +268,6 @@ def problems_of(args):
 
 @dataclass
 class DataArgs:
-    """Data."""
-
     required = ("model", "dataset")  # fields that must be given
 
     dataset: str | None = None
@@ -291,8 +280,6 @@ class DataArgs:
 
 @dataclass
 class WeightArgs:
-    """Weights."""
-
     model: str | None = None
     """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
     revision: str | None = None
@@ -314,8 +301,6 @@ class WeightArgs:
 
 @dataclass
 class ModelArgs(WeightArgs):
-    """Language model."""
-
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
     template_options: tuple[Option, ...] = ()
@@ -331,8 +316,6 @@ class ModelArgs(WeightArgs):
 
 @dataclass
 class SamplingArgs:
-    """Sampling."""
-
     max_new_tokens: Count = 64
     """Maximum length of a response, in tokens."""
     stop: tuple[NonEmpty, ...] = ()
@@ -364,8 +347,6 @@ class SamplingArgs:
 
 @dataclass
 class OptimizerArgs:
-    """Optimizer."""
-
     lr: Positive = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -413,8 +394,6 @@ class OptimizerArgs:
 
 @dataclass
 class RunArgs:
-    """Run."""
-
     run_dir: str | None = None
     """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
     name: Name | None = None
@@ -498,12 +477,10 @@ class RolloutArgs(TextArgs):
 
     @property
     def num_iterations(self):
-        """Iterations of the whole run."""
         return self.total_episodes // self.rollout_batch_size
 
     @property
     def steps_per_iteration(self):
-        """Optimizer steps of an iteration."""
         return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
 
 
@@ -534,18 +511,10 @@ class OptionLoader(yaml.SafeLoader):
             ("tag:yaml.org,2002:null", re.compile("(null|~|)$")),
             ("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$")),
             ("tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$")),
-            (
-                "tag:yaml.org,2002:float",
-                re.compile(r"[-+]?([0-9]+[.][0-9]*|[.][0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
-            ),
+            ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$")),
             ("write true or false, or put it into quotes", re.compile("(yes|no|on|off)$", re.IGNORECASE)),
         ]
     }
-
-
-def read_options(text):
-    """A mapping of options in YAML, by OptionLoader."""
-    return OptionLoader(text).get_single_data()
 
 
 def load_function(spec, flag):
@@ -566,7 +535,7 @@ def load_function(spec, flag):
     parts[::2] = [re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", part) for part in parts[::2]]
     options = "".join(parts)
     try:
-        function = functools.partial(function, **read_options("{" + options + "}"))
+        function = functools.partial(function, **OptionLoader("{" + options + "}").get_single_data())
         inspect.signature(function)  # ValueError for an option that it does not take
     except Exception as error:  # of YAML, which raises what it likes
         problem = " ".join(str(error).split())

@@ -219,11 +219,8 @@ def on_main(accelerator, function, *args):
     """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
     from accelerate.utils import broadcast_object_list
 
-    def on_this_rank():
-        if accelerator.is_main_process:
-            return function(*args)
-
-    results = [on_each(accelerator, on_this_rank)]
+    own = function if accelerator.is_main_process else lambda *args: None
+    results = [on_each(accelerator, own, *args)]
     broadcast_object_list(results)  # in a single process nothing happens
     return results[0]
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, read_options, spec_path
+from common.cli import InputError, OptionLoader, spec_path
 from common.data import check_known, collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
@@ -53,7 +53,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     if args.template_options:
         with loading("--template-options", args.template_options):
             lines = "\n".join(option.replace("=", ": ", 1) for option in args.template_options)
-            options = read_options(lines)
+            options = OptionLoader(lines).get_single_data()
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
@@ -524,7 +524,7 @@ class RewardModel:
     """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
     `path:label`. It shares the memory of weights that the policy lm also has and does not train."""
 
-    def __init__(self, args, lm):
+    def __init__(self, args, lm, chats=False):
         path = args.reward
         label = None
         if not spec_path(path):
@@ -547,7 +547,7 @@ class RewardModel:
         self.label = labels.index(label)
         self.name = args.reward
         self.batch_size = args.micro_batch_size
-        self.chats = False  # whether the prompts are chats
+        self.chats = chats  # whether the prompts are chats
         raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
@@ -679,7 +679,6 @@ def has_plain_output(lm):
 
 
 def one_token(lm):
-    """The model's output for a row of one token."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
     with autocast_on_gpu(lm):
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)

@@ -78,8 +78,7 @@ class Prompts:
     def load_reward(self, args, lm, tokenizer):
         """Loads the reward model, if --reward names one. Returns its classifier, or None."""
         if self.reward is None:
-            self.reward = RewardModel(args, lm)
-            self.reward.chats = self.chats
+            self.reward = RewardModel(args, lm, self.chats)
             if self.chats and self.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
                 screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
         return getattr(self.reward, "model", None)

@@ -150,10 +150,6 @@ class Episodes:
         prompts = [row["prompt"] for row in responses.rows]
         return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
 
-    def micro_batches(self, accelerator, rows, batch_size):
-        """The lines of the given rows (a tensor on the CPU), as `split_lines` shares them out."""
-        return split_lines(accelerator, [self.examples[row] for row in rows.tolist()], batch_size)
-
     def places(self, lines):
         """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
         spans = [span for _, _, span in itertools.chain(*lines)]

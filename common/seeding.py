@@ -26,10 +26,8 @@ def rng(seed, stream, *ids):
 
 def uniforms(seed, stream, step, rows, n):
     """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
-    draws = np.zeros((len(rows), n))
-    for place, row in enumerate(rows):
-        draws[place] = rng(seed, stream, step, row).random(n)
-    return torch.from_numpy(draws)
+    draws = [rng(seed, stream, step, row).random(n) for row in rows]
+    return torch.from_numpy(np.reshape(draws, (len(rows), n)))
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
@@ -59,12 +57,9 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 def stream_rows(seed, stream, size, start, count):
     """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one
     per epoch, joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
-    first_epoch = start // size
-    last_epoch = (start + count - 1) // size
-    epochs = range(first_epoch, last_epoch + 1)
+    epochs = range(start // size, (start + count - 1) // size + 1)
     rows = np.concatenate([rng(seed, stream, epoch).permutation(size) for epoch in epochs])
-    begin = start % size
-    return rows[begin : begin + count].tolist()
+    return rows[start % size :][:count].tolist()
 
 
 def seed_libraries(seed, deterministic=False):

@@ -400,10 +400,7 @@ TWICE = [  # a command line, what is said of it
     ("--stop a --lr 1 --stop b", "--stop is given twice: give it once"),
     ("--batch-size 4 --batch_size 4", "--batch-size is given twice: give it once"),
     ("--unbiased-kl --no-unbiased-kl", "--unbiased-kl is given twice: give it once"),
-    (
-        "--reward a.py:f --reward a.py:g",
-        "--reward is given twice: give it once; one function can add up several rewards",
-    ),
+    ("--reward a.py:f --reward a.py:g", "--reward is given twice: give it once"),
 ]
 
 

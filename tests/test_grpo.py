@@ -16,6 +16,7 @@ from common import seeding
 from common.cli import InputError
 from common.model import load_model
 from common.sampling import Responses
+from common.scoring import split_lines
 
 B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]
@@ -419,7 +420,8 @@ def test_rows_without_an_advantage_may_be_left_out(monkeypatch, gpt2_dir, tmp_pa
 
     def of_all_rows(accelerator, batch, args, iteration, epoch):
         for rows, _ in minibatches(accelerator, batch, args, iteration, epoch):
-            yield rows, batch.micro_batches(accelerator, rows, args.micro_batch_size)
+            examples = [batch.examples[row] for row in rows.tolist()]
+            yield rows, split_lines(accelerator, examples, args.micro_batch_size)
 
     monkeypatch.setattr(grpo, "minibatches", of_all_rows)
     run_grpo(gpt2_dir, tmp_path / "whole", **flags)

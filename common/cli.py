@@ -62,6 +62,7 @@ def cli(args_class, main, task=None):
     try:
         if {"-h", "--help"} & set(sys.argv):
             print_help(args_class, everything="all" in sys.argv)
+        refuse_repeated(sys.argv[1:])
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -69,6 +70,14 @@ def cli(args_class, main, task=None):
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
         sys.exit(2)
+
+
+def refuse_repeated(words):
+    """InputError for each flag that is given twice, of which tyro would silently take the last."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
+    repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
+    stop_if([f"{flag} is given twice: give it once" for flag in repeated])
 
 
 def parse(argv, args_class, task=None):
@@ -79,13 +88,11 @@ def parse(argv, args_class, task=None):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[])
     files, words = parser.parse_known_args(argv)
-    flags = [flag_of(word[2:].partition("=")[0]).replace("--no-", "--") for word in words if word.startswith("--")]
-    takes_task = task and not (files.config or {"--model", "--dataset"} & {*flags}) and (ROOT / task).exists()
+    flags = {word.partition("=")[0] for word in argv}
+    takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     paths = [task] if takes_task else files.config
     script = Path(task or "").stem
-    # tyro would silently take the last one
-    problems = [f"{flag} is given twice: give it once" for flag in sorted({*flags}) if flags.count(flag) > 1]
-    problems += other_names(words, args_class, script)
+    problems = other_names(words, args_class, script)
     for path in reversed(paths):
         added = read_config(path, args_class, skips_unknown=takes_task)
         problems += other_names(added, args_class, script, f"--config {path}: ")

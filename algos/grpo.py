@@ -512,7 +512,7 @@ def main(args):
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
-        # 2. A_i: what a score has over those of its group
+        # 2. A_i: what a score has over those of its group. Through on_each, an error of maxrl loses no iteration
         batch.advantages = on_each(accelerator, group_advantages, batch.scores, args.group_size, args.advantage_kind)
         run.log_episodes(tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")

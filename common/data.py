@@ -47,7 +47,7 @@ def load_rows(data, flag):
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
     made = build(data, flag)
-    # lists and texts are what they were; what others make may be of a Dataset
+    # rows in a list, and those that `read_rows` reads, are right; a function may have taken its own from a Dataset
     may_be_arrow = "datasets" in sys.modules and not isinstance(made, str) and not isinstance(data, list | tuple)
     data = rows = made
     if isinstance(data, str):
@@ -344,7 +344,7 @@ def tell_left_out(tokenizer, chats, rows, flag):
 
 
 def tell_cut_answer(chats, written, rows, flag):
-    """Says, once, if the template leaves out a part of a last answer, such as its thoughts. written: texts of chats."""
+    """Says, once, if the template changes a last answer or leaves out a part, as thoughts. written: texts of chats."""
     for index, (messages, text) in enumerate(zip(chats, written, strict=True)):
         answer = messages[-1].get("content") or ""
         if isinstance(answer, str) and "".join(answer.split()) not in "".join(text.split()):  # but for blanks

@@ -103,15 +103,18 @@ def test_a_package_that_pip_has_linked_counts(tmp_path, monkeypatch):
 
 def test_what_pip_has_put_elsewhere_does_not_count(tmp_path, monkeypatch):
     """`pip install --target lib` and PYTHONPATH=lib, where a file of the user's own lies, too."""
-    for name in ("lib/library/inner", "lib/library/__init__", "lib/single", "lib/own", "reward"):
+    for name in ("lib/library/inner", "lib/library/__init__", "lib/single", "lib/own", "lib/tools/mine", "reward"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{name}.py").write_text("")
-    (tmp_path / "reward.py").write_text("import library.inner, single, own\n")
+    (tmp_path / "reward.py").write_text("import library.inner, single, own, tools.mine\n")
     note = tmp_path / "lib/library-1.0.dist-info/RECORD"
     note.parent.mkdir()
-    note.write_text("library/__init__.py,sha256=0,0\nlibrary/inner.py,sha256=0,0\nsingle.py,sha256=0,0\n")
+    note.write_text(
+        "library/__init__.py,sha256=0,0\nlibrary/inner.py,sha256=0,0\nsingle.py,sha256=0,0\ntools/theirs.py,,\n"
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "lib")])
-    assert with_imports(tmp_path / "reward.py") == [tmp_path / "reward.py", tmp_path / "lib/own.py"]
+    own = [tmp_path / "lib/own.py", tmp_path / "lib/tools/mine.py"]
+    assert with_imports(tmp_path / "reward.py") == [tmp_path / "reward.py", *own]
 
 
 CODE = {  # a file, what is said where it has changed

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.tables import markdown, read_csv
-from benchmarks.throughput.run import KEPT, OURS, SIDES
+from benchmarks.throughput.run import OURS, SIDES
 
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
@@ -16,7 +16,7 @@ TOLERANCE = 1e-3
 
 def peers_of(runs, side):
     """The sides of the peer that ours is compared with: of its precision and layers."""
-    peers = [name for name in runs if name.removesuffix(KEPT) not in OURS and precision(name) == precision(side)]
+    peers = [name for name in runs if name not in OURS and precision(name) == precision(side)]
     return [name for name in peers if ("2-layers" in name) == ("2-layers" in side)]
 
 
@@ -93,7 +93,7 @@ def compared():
 
 def table():
     """The table at the top of the page: a row a comparison and device."""
-    heads = ["script", "precision", "device", "times", "fastest peer", "ours kept too", "times its defaults", "memory"]
+    heads = ["script", "precision", "device", "times", "fastest peer", "times its defaults", "memory"]
     heads += ["fraction of GEMM peak", "runs"]
     lines = []
     for title, side, device, runs, peer, times, of_defaults in compared():
@@ -102,8 +102,7 @@ def table():
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
         cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
-        kept = ratios(runs, side + KEPT, peer) if peer.endswith(KEPT) else []
-        cells += [f"{system(other[0])}: {peer}", spread(kept), spread(of_defaults)]
+        cells += [f"{system(other[0])}: {peer}", spread(of_defaults)]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
         lines.append([*cells, f"{len(times)}"])
     return markdown(heads, lines)

@@ -24,20 +24,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
-# Sides in the order of a round, and slower settings of the peer, which are measured in the first round alone. With an X
-# there are all of them in float32, then all in bfloat16. KEPT: the C library keeps what the process frees.
+# Sides in the order of a round, and those of the first round alone. With an X, all of them in float32, then all in
+# bfloat16. KEPT: the C library keeps what the process frees, as common/launch.py sets it for ours.
 KEPT = "-kept"
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 SIDES = {
     "ppo": (
-        "fp32 fp32-kept same-flags same-flags-kept defaults fp32-2-layers 2-layers-same-flags 2-layers-same-flags-kept",
-        "tuned 2-layers-tuned bf16 bf16-same-flags",
+        "fp32 same-flags-kept defaults fp32-2-layers 2-layers-same-flags-kept",
+        "same-flags tuned 2-layers-same-flags 2-layers-tuned bf16 bf16-same-flags",
     ),
-    "sft": ("X X-kept X-padding-free X-padding-free-kept X-defaults", "X-same-flags"),
-    "reward": ("X X-kept X-same-flags X-same-flags-kept X-defaults", ""),
-    "dpo": ("X X-kept X-same-flags-kept X-precompute-kept X-defaults", "X-same-flags X-precompute"),
-    "grpo": ("X X-kept X-same-flags X-same-flags-kept X-defaults", "X-micro-32"),
-    "ddpo": ("fp32 fp32-kept same-flags same-flags-kept tuned defaults", "bf16 bf16-same-flags"),
+    "sft": ("X X-padding-free-kept X-defaults", "X-padding-free X-same-flags"),
+    "reward": ("X X-same-flags-kept X-defaults", "X-same-flags"),
+    "dpo": ("X X-same-flags-kept X-precompute-kept X-defaults", "X-same-flags X-precompute"),
+    "grpo": ("X X-same-flags-kept X-defaults", "X-same-flags X-micro-32"),
+    "ddpo": ("fp32 same-flags same-flags-kept tuned defaults", "bf16 bf16-same-flags"),
 }
 GPU_SIZES = {"layers": 24, "width": 1024, "prompts": 16, "batch": 16, "length": 8}  # GPT-2 medium
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
@@ -54,7 +54,7 @@ def sides_of(algorithm, first=True):
 
 def file_of(algorithm, side):
     """The file that runs a side."""
-    if side.removesuffix(KEPT) in OURS:
+    if side in OURS:
         return "diffusion" if algorithm == "ddpo" else "language"
     return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"
 
@@ -108,7 +108,9 @@ def measure_all(algorithm, chosen, repeats, results, dry, gpu):
     plan = []
     for repeat in range(1, repeats + 1):
         sides = sides_of(algorithm, repeat == 1)
-        plan += [(side, repeat) for side in sides if not gpu or "bf16" in side and KEPT not in side]
+        if gpu:
+            sides = list(dict.fromkeys(side.removesuffix(KEPT) for side in sides if "bf16" in side))
+        plan += [(side, repeat) for side in sides]
     with tempfile.TemporaryDirectory() as model:
         if not dry:
             prepare = [sys.executable, __file__, algorithm, "--prepare", model]

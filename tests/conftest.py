@@ -48,8 +48,9 @@ def quick_ends():
 
 @pytest.fixture(autouse=True)
 def plain_torch():
-    """A script that ran in-process leaves its threads behind: each test starts anew."""
+    """A script that ran in-process leaves its threads and its precision of products behind: each test starts anew."""
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture

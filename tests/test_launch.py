@@ -81,6 +81,47 @@ def test_attention_of_a_gpu():
         switches.enable_cudnn_sdp(before)
 
 
+@pytest.mark.parametrize(
+    "vendor, rounds, asked",
+    [("GenuineIntel", False, []), ("AuthenticAMD", False, ["medium"]), ("AuthenticAMD", True, ["medium", "highest"])],
+)
+def test_products_of_float32(vendor, rounds, asked, monkeypatch):
+    """Those of AMD go to oneDNN, unless this CPU then rounds to bfloat16, as the last case makes it look like."""
+
+    def close(product, exact, **tolerance):
+        return allclose(product.bfloat16().double() if rounds else product, exact, **tolerance)
+
+    allclose = torch.allclose
+    monkeypatch.setattr(torch, "allclose", close)
+    monkeypatch.setattr(launch, "Path", lambda path: SimpleNamespace(read_text=lambda: f"vendor_id\t: {vendor}\n"))
+    found = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
+    launch.choose_products()
+    assert found == asked
+
+
+FREED = """
+import os, resource
+import torch
+from common import launch
+torch.set_num_threads(1)
+launch.keep_freed_memory()
+for _ in range(9):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(3, 5, 7, 11, 13, 17, 79)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
+"""
+
+
+@pytest.mark.parametrize("capacity", [None, "7"])
+def test_freed_memory_is_used_again(capacity):
+    """77 MB, 20,000 pages of 4 KB: in the end none is new. What the user says of oneDNN's cache stays."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": capacity} if capacity else {})
+    done = subprocess.run([sys.executable, "-c", FREED], env=env, check=True, capture_output=True, text=True)
+    faults, cache = done.stdout.split()
+    assert int(faults) < 20 and cache == (capacity or "64")
+
+
 def test_threads(monkeypatch):
     """The flag, else OMP_NUM_THREADS, else the CPUs divided by the processes; at least one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(7), raising=False)

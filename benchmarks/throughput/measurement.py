@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from common.launch import peak_memory_mb
+from common.launch import choose_products, keep_freed_memory, peak_memory_mb  # noqa: F401
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -84,27 +84,12 @@ def machine():
     }
 
 
-def fast_cpu_matmul():
-    """Sets float32 matmul precision to "medium" on AMD's CPUs. Products then go to oneDNN, which with AVX-512 is about
-    twice as fast there as MKL; on Intel's CPUs it is no faster. At "medium", a CPU may round to bfloat16 within a
-    product, so one of 256 x 256 is compared with float64 first."""
-    if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text():
-        return
-    a = torch.linspace(-1.0, 1.0, 256 * 256).reshape(256, 256).sin()
-    b = a.t().cos().contiguous()
-    exact = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    error = (a @ b).double() - exact
-    if error.abs().max() / exact.abs().max() > 1e-5:
-        torch.set_float32_matmul_precision("highest")
-
-
 def gemm_peak(dtype):
     """GFLOP/s of the best matrix product within half a second: 1024 x 768 x 3072 on a CPU, in fp32 at the fastest exact
     setting; eight times as large each way on a GPU."""
     before = torch.get_float32_matmul_precision()
     if not GPU:
-        fast_cpu_matmul()
+        choose_products()
     rows, width, columns = (8 * size if GPU else size for size in (1024, 768, 3072))
     a = torch.randn(rows, width, device=DEVICE).to(dtype)
     b = torch.randn(width, columns, device=DEVICE).to(dtype)

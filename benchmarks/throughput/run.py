@@ -149,6 +149,8 @@ def main():
         elif options.one:
             import measurement
 
+            if options.one in OURS:
+                measurement.keep_freed_memory()  # as a script does, before the first product
             module = importlib.import_module(file_of(algorithm, options.one))
             measurement.record(results, algorithm, options.one, options.repeat, options.model, module.measure)
         else:

@@ -16,7 +16,7 @@ import time
 import diffusion
 import language
 import torch
-from measurement import ITERATIONS, fast_cpu_matmul, figures
+from measurement import ITERATIONS, choose_products, figures
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, set_seed
 from trl import (
@@ -33,7 +33,7 @@ from trl.models import modeling_sd_base
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run."""
     if "same-flags" in side:
-        fast_cpu_matmul()
+        choose_products()
     return {"ppo": measure_ppo, "ddpo": measure_ddpo}[algorithm](side, model)
 
 

@@ -14,7 +14,7 @@ import language
 import torch
 from datasets import Dataset
 from language import ATTENTION, BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
-from measurement import GPU, ITERATIONS, fast_cpu_matmul, figures
+from measurement import GPU, ITERATIONS, choose_products, figures
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import (
@@ -29,7 +29,7 @@ from trl import (
 )
 
 OURS = {"model_init_kwargs": {"attn_implementation": ATTENTION}}
-SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with fast_cpu_matmul
+SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with choose_products
     "defaults": {},
     "same-flags": OURS,
     "padding-free": OURS | {"padding_free": True, "max_length": None},
@@ -56,7 +56,7 @@ def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run. side: a precision and one of SETTINGS."""
     precision, _, setting = side.partition("-")
     if setting != "defaults" and not GPU:
-        fast_cpu_matmul()
+        choose_products()
     settings = {
         "use_cpu": not GPU,
         "bf16": precision == "bf16",

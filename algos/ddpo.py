@@ -779,7 +779,7 @@ def main(args):
     run = Run(args, __file__, fsdp=False)
     if run.finished:
         return run.result()
-    torch.set_float32_matmul_precision("highest")  # for images, what choose_products sets is slower
+    torch.set_float32_matmul_precision("highest")  # launch has chosen for text, and a UNet is slower so
     accelerator = run.accelerator
     pipeline, schedule = load(args, path, accelerator.device)
     run.check_inputs(data, model=pipeline.vae)  # of the commit of the whole pipeline

@@ -142,9 +142,11 @@ class NotFinite(FloatingPointError):
 
 
 def choose_products():
-    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow: with AVX-512 a step of SFT takes 0.6 of
-    the time. torch does so at "medium", which lets a CPU round to bfloat16: one that does stays at "highest"."""
-    if "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
+    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow with AVX-512: of TRL's sides of ppo in
+    benchmarks/throughput/results.csv, `same-flags` and `tuned` differ in this alone. torch does so at "medium", which
+    lets a CPU round to bfloat16: one that does stays at "highest"."""
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "AuthenticAMD" in cpu.read_text():
         torch.set_float32_matmul_precision("medium")
         a = torch.arange(2.0**16).sin().view(256, 256)
         if not torch.allclose((a @ a).double(), a.double() @ a.double(), rtol=0, atol=1e-3):
@@ -154,8 +156,8 @@ def choose_products():
 def keep_freed_memory():
     """Lets the process keep the memory that it has freed. By default glibc returns large blocks to the system at once,
     which then has to clear every page of the next micro-batch's activations anew."""
-    # oneDNN keeps kernels of its last 1,024 shapes, in places where large blocks were, which then no longer fit: SFT in
-    # bfloat16 grew from 3.6 to 9 GB. It reads this variable before the first product, and 64 shapes are as fast.
+    # By default oneDNN keeps the kernels of 1,024 shapes. They land where large blocks were, which then no longer fit,
+    # and the process grows with every new length of rows. It reads this variable before the first product.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")

@@ -15,6 +15,7 @@ from test_ddpo import slow_advantages
 
 from algos import ddpo
 from benchmarks.tasks import shapes
+from common import launch
 from common.seeding import stream_rows
 
 ROWS = [{"prompt": caption, "target": i / 4, "note": {"id": i}} for i, caption in enumerate(shapes.CAPTIONS[:5])]
@@ -65,6 +66,13 @@ def test_the_first_ratio_in_float64(build_pipeline, tmp_path, prediction_type):
     for record in log(run):
         assert record["policy/ratio_deviation"] <= 1e-11 and record["policy/approxkl"] <= 1e-20
         assert record["policy/ratio"] == pytest.approx(1, abs=1e-11) and record["policy/clipfrac"] == 0
+
+
+def test_products_of_images_are_those_of_torch(tiny, tmp_path, monkeypatch):
+    """Whatever the CPU: choose_products is slower there."""
+    monkeypatch.setattr(launch, "choose_products", lambda: torch.set_float32_matmul_precision("medium"))
+    run_ddpo(tiny, tmp_path / "run", num_epochs=1)
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_rounding_that_moves_the_ratio_is_said(monkeypatch, tiny, tmp_path, capfd):

@@ -93,7 +93,8 @@ def test_products_of_float32(vendor, rounds, asked, monkeypatch):
 
     allclose = torch.allclose
     monkeypatch.setattr(torch, "allclose", close)
-    monkeypatch.setattr(launch, "Path", lambda path: SimpleNamespace(read_text=lambda: f"vendor_id\t: {vendor}\n"))
+    cpu = SimpleNamespace(exists=lambda: True, read_text=lambda: f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(launch, "Path", lambda path: cpu)
     found = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)
     launch.choose_products()
@@ -116,10 +117,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ["O
 @pytest.mark.parametrize("capacity", [None, "7"])
 def test_freed_memory_is_used_again(capacity):
     """77 MB, 20,000 pages of 4 KB: in the end none is new. What the user says of oneDNN's cache stays."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": capacity} if capacity else {})
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
+    if capacity:
+        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
     done = subprocess.run([sys.executable, "-c", FREED], env=env, check=True, capture_output=True, text=True)
     faults, cache = done.stdout.split()
     assert int(faults) < 20 and cache == (capacity or "64")
+
+
+def test_onednn_is_told_of_its_cache_before_the_first_product(monkeypatch):
+    called = []
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(launch, "keep_freed_memory", lambda: called.append("memory"))
+    monkeypatch.setattr(launch, "choose_products", lambda: called.append("products"))
+    launch.launch(mixed_precision="no", dtype="float32", batch_size=3, deterministic=False)
+    assert called == ["memory", "products"]
 
 
 def test_threads(monkeypatch):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from common.launch import choose_products, keep_freed_memory, peak_memory_mb  # noqa: F401
+from common.launch import choose_products, peak_memory_mb
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -150,7 +150,7 @@ def main():
             import measurement
 
             if options.one in OURS:
-                measurement.keep_freed_memory()  # as a script does, before the first product
+                importlib.import_module("common.launch").keep_freed_memory()  # before the first product, as in a script
             module = importlib.import_module(file_of(algorithm, options.one))
             measurement.record(results, algorithm, options.one, options.repeat, options.model, module.measure)
         else:

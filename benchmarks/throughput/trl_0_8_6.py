@@ -3,10 +3,10 @@
 
 ppo: batch_size = mini_batch_size = 16, so that an epoch is one optimizer step, as in ours; the other settings are TRL's
 defaults. The response length is forced by the weights. Sides: `defaults` (with its `generate(batch_size=4)`), `tuned`
-(16), `same-flags` (with our precision of matrix products; its attention is eager), `2-layers`: `num_shared_layers=10`.
+(16), `same-flags` (16, with choose_products; its attention is eager), `2-layers`: `num_shared_layers=10`.
 
 ddpo: noise and prompts are those that algos/ddpo.py draws, so that the two systems make the same images. Sides:
-`defaults` (forwards of one image), `tuned` (as large as ours), `same-flags` (with our precision of matrix products).
+`defaults` (forwards of one image), `tuned` (as large as ours), `same-flags` (as large, with choose_products).
 
 bf16: all of it in `torch.autocast`.
 """

@@ -78,8 +78,9 @@ def needed(commands_of_seed, run_dir):
 
 def first_records(folder, command, count, run_dir):
     """The first records of a command in float64, in a checkout. The run then ends."""
-    others = re.sub(r" --(dtype|eval-every|save-every|run-dir) \S+", "", command)  # a flag may be given only once
-    words = f"{others} --dtype float64 --eval-every 0 --save-every 0 --run-dir {run_dir}"
+    ours = {"dtype": "float64", "mixed-precision": "no", "eval-every": 0, "save-every": 0, "run-dir": run_dir}
+    others = re.sub(rf" --({'|'.join(ours)}) \S+", "", command)  # a flag may be given only once
+    words = " ".join([others, *(f"--{flag} {value}" for flag, value in ours.items())])
     process = subprocess.Popen(shlex.split(words), cwd=folder, stdout=subprocess.DEVNULL)
     records = []
     while len(records) < count:
@@ -97,8 +98,9 @@ def first_records(folder, command, count, run_dir):
 
 def store_first(claim, variant, folders, count):
     """Compares the first records of a variant's first seed in two checkouts, and stores their largest relative
-    difference. The models that it starts from are made by the newer one, for both."""
+    difference. The models that it starts from are made by the newer one, for both; each plants a bug in itself."""
     *before, command = needed(commands(claim, 1, []), f"runs/curves/{claim}/{variant}-seed1")
+    finish(folders[0], [line for line in before if "/planted.py " in line])
     finish(folders[1], before)
     command = command.replace(" runs/curves/", f" {folders[1]}/runs/curves/")
     with tempfile.TemporaryDirectory() as runs:

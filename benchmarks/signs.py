@@ -37,7 +37,7 @@ MICRO_BATCH_SIZES = (16, 32)
 
 def first_iteration(variant, seed, micro_batch_size, folder):
     """The command of a variant as run.sh has it, but for one iteration; without a KL grpo.py would leave out tokens."""
-    [line] = commands(CLAIM, seed, [variant])
+    line = commands(CLAIM, seed, [variant])[-1]  # a line before it may make the script
     words = re.sub(r" --(eval-every|micro-batch-size|run-dir|resume) \S+", "", line).split()
     settings = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
     episodes = settings.get("rollout_batch_size", 512)
@@ -64,18 +64,10 @@ def measure(variant, seed, micro_batch_size):
     return dict(zip(COLUMNS, [variant, seed, micro_batch_size, *numbers], strict=True))
 
 
-def make_copy(variant):
-    """The copy of the repository with a variant's bug, if it has one and the copy is not there."""
-    [line] = commands(CLAIM, 1, [variant])
-    found = re.search(r"(runs/planted/\w+-(\d+))/", line)
-    if found and not (ROOT / found[1]).exists():
-        plant = [sys.executable, "benchmarks/planted/planted.py", "--bugs", found[2], "--copy", found[1]]
-        subprocess.run(plant, cwd=ROOT, check=True)
-
-
 def main():
-    for variant in VARIANTS:
-        make_copy(variant)
+    for command in commands(CLAIM, 1, VARIANTS):
+        if "/planted.py " in command:  # the copies with a bug, before several seeds want them at a time
+            subprocess.run(shlex.split(command), cwd=ROOT, check=True)
     small, large = MICRO_BATCH_SIZES
     asked = [*product(VARIANTS, SEEDS, [small]), *product(VARIANTS, [1], [large])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -190,20 +190,23 @@ first = '{"step": 0, "loss": 0.5}\\n' if start.name == "none" else (start / "met
 
 
 def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeypatch):
-    """Both commits start from what the newer one has made."""
+    """Both commits start from what the newer one has made, and each plants the bug of a variant in itself."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
-        folder.mkdir()
-        (folder / "fake.py").write_text(FAKE)
-    base, run = "runs/curves/x/base-seed1", "runs/curves/x/default-seed1"
-    started = [f"python fake.py none --run-dir {base}", f"python fake.py {base} --run-dir {run}"]
+        (folder / "planted").mkdir(parents=True)
+        for script in ("fake.py", "planted/planted.py"):
+            (folder / script).write_text(FAKE)
+    copy, base, run = "runs/planted/x-3", "runs/curves/x/base-seed1", "runs/curves/x/default-seed1"
+    started = [f"python planted/planted.py none --copy {copy}", f"python fake.py none --run-dir {base}"]
+    started += [f"python fake.py {base} {copy}/ --run-dir {run}"]
     monkeypatch.setattr(regression, "commands", lambda *_: started)
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
     (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\n")
     regression.store_first("x", "default", folders, 1)
     [row] = tables.read_csv(tmp_path / "same.csv")
     assert (row["old"], row["new"], row["difference"]) == ("old", "new", "0.0e+00")
-    assert (folders[1] / base).exists() and not (folders[0] / "runs").exists()
+    assert (folders[1] / base).exists() and not (folders[0] / base).exists()
+    assert (folders[1] / copy).exists() and (folders[0] / copy).exists()
 
 
 def test_an_unknown_commit_is_named():
@@ -233,3 +236,9 @@ def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
     found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
     made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
     assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in expected]
+
+
+def test_a_comparison_plants_the_bug_of_a_pitfall():
+    *_, planting, run = regression.needed(seeds.commands("pitfalls", 2, []), "runs/curves/pitfalls/drifting-seed2")
+    copy = planting.split()[-1]
+    assert " --bugs 22 " in planting and run.startswith(f"python {copy}/algos/grpo.py ")

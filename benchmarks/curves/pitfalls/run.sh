@@ -3,10 +3,10 @@
 # runs without it that have the same seed and flags.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
-with_bug() {  # number, function, its arguments
+with_bug() {  # number, function, its arguments, of which the variant is the first
     local copy
     copy=runs/planted/$(git rev-parse --short HEAD)-$1
-    [ -n "${DRY:-}" ] || [ -e "$copy" ] || run python benchmarks/planted/planted.py --bugs "$1" --copy "$copy"
+    if chosen "$3" && missing "$copy"; then run python benchmarks/planted/planted.py --bugs "$1" --copy "$copy"; fi
     "${@:2}"
 }
 sums() { train "$1" grpo --config $tasks/arithmetic/grpo.yaml --eval-every 5 "${@:2}"; }  # variant, flags

@@ -5,7 +5,7 @@
 tasks=benchmarks/tasks
 with_bug() {  # number, function, its arguments, of which the variant is the first
     local copy
-    copy=runs/planted/$(git rev-parse --short HEAD)-$1
+    copy=runs/planted/$(git rev-parse --short HEAD 2>/dev/null || echo here)-$1
     if chosen "$3" && missing "$copy"; then run python benchmarks/planted/planted.py --bugs "$1" --copy "$copy"; fi
     "${@:2}"
 }

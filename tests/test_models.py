@@ -259,8 +259,10 @@ def test_a_text_whose_end_is_followed_by_blanks(letters):
     letters.add_tokens(["\n"])  # 25
     rows = [{"prompt": "ab", "completion": "cd<eos>\n", "reward": 3}]
     assert [ids for ids, _ in sft.encode_segments(rows, letters, "--dataset")] == [[0, 1, 2, 3, EOS, 25]]
-    (episode,), _ = ilql.encode_episodes(rows, letters, 32, "--dataset")
-    assert list(episode.actions) == [2, 3, 4] and episode.rewards == [0, 0, 3] and episode.done
+    for columns in ({}, {"text": "ef"}):  # which is read only where nothing else is
+        (episode,), _ = ilql.encode_episodes([rows[0] | columns], letters, 32, "--dataset")
+        assert list(episode.ids[:5]) == [0, 1, 2, 3, EOS] and list(episode.actions) == [2, 3, 4]
+        assert episode.rewards == [0, 0, 3] and episode.done
     for text in ("cd<eos>\n", "cd<eos>", "cd"):
         assert classifier_ids(letters, [text], [True], False) == [[2, 3, EOS]]
     assert classifier_ids(letters, ["cd\n"], [True], False) == [[2, 3, 25, EOS]]

@@ -301,6 +301,13 @@ def test_the_head_is_keyed_by_the_seed(gpt2_dir):
     assert lm.score.bias is None
 
 
+def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
+    transformers.BertForMaskedLM.from_pretrained(bert_dir).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert_dir).save_pretrained(tmp_path)
+    lm, _, new = load(tmp_path)
+    assert new and lm.classifier.weight.all() and not lm.classifier.bias.any()
+
+
 def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
     _, first = run_reward(gpt2_dir, tmp_path / "first")
     assert "head: new" in capsys.readouterr().out

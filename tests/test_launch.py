@@ -65,6 +65,15 @@ def test_bf16_is_the_default_of_a_gpu_that_has_it(monkeypatch, use_cpu):
     assert (asked["cpu"], asked["mixed_precision"]) == ((True, "no") if use_cpu == "true" else (False, "bf16"))
 
 
+def test_processes_have_equal_parts_of_a_batch(monkeypatch):
+    several = SimpleNamespace(device=torch.device("cpu"), num_processes=4, mixed_precision="no", distributed_type="NO")
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: several)
+    given = {"mixed_precision": "no", "dtype": "float32", "deterministic": False}
+    assert launch.launch(batch_size=8, **given) == several
+    with pytest.raises(InputError, match="^--batch-size 6 must be a multiple of the 4 processes$"):
+        launch.launch(batch_size=6, **given)
+
+
 def test_attention_of_a_gpu():
     """Never cuDNN's; with --deterministic the plain one, as a CPU shows, which looks at the same switches."""
     states = torch.ones(3, 5, 7, 11)

@@ -201,10 +201,13 @@ def before_and_after(name):
 
 def same_steps(name):
     """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
-    line = "- `{variant}` at {old} and at {new}, {records} records: {difference}"
     commits = [(name, run["variant"].removesuffix(TWIN), run["commit"][:12]) for run in stored_runs(name)]
-    rows = [row for row in read_csv(SAME) if (row["claim"], row["variant"], row["old"]) in commits]
-    lines = [line.format(**row) for row in rows]
+    variants = {}  # those with the same words
+    for row in read_csv(SAME):
+        if (row["claim"], row["variant"], row["old"]) in commits:
+            words = "at {old} and at {new}, {records} records: {difference}".format(**row)
+            variants.setdefault(words, []).append(f"`{row['variant']}`")
+    lines = [f"- {', '.join(names)} {words}" for words, names in variants.items()]
     first = "First records of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
     return ["", first, "", *lines] if lines else []
 

@@ -77,7 +77,7 @@ def needed(commands_of_seed, run_dir):
 
 
 def first_records(folder, command, count, run_dir):
-    """The first records of a command in float64, in a checkout. The run then ends."""
+    """The first records of a command in float64 without autocast, in a checkout. The run then ends."""
     ours = {"dtype": "float64", "mixed-precision": "no", "eval-every": 0, "save-every": 0, "run-dir": run_dir}
     others = re.sub(rf" --({'|'.join(ours)}) \S+", "", command)  # a flag may be given only once
     words = " ".join([others, *(f"--{flag} {value}" for flag, value in ours.items())])

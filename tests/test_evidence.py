@@ -242,3 +242,9 @@ def test_a_comparison_plants_the_bug_of_a_pitfall():
     *_, planting, run = regression.needed(seeds.commands("pitfalls", 2, []), "runs/curves/pitfalls/drifting-seed2")
     copy = planting.split()[-1]
     assert " --bugs 22 " in planting and run.startswith(f"python {copy}/algos/grpo.py ")
+
+
+def test_commands_of_a_tree_without_git(monkeypatch):
+    known = {claim: len(seeds.commands(claim, 2, [])) for claim in CLAIMS}
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert {claim: len(seeds.commands(claim, 2, [])) for claim in CLAIMS} == known

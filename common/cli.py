@@ -509,6 +509,12 @@ def spec_path(spec):
     return path if match else None
 
 
+def is_missing(name):
+    """Whether a name is that of a path, and nothing is there; the libraries would take it for one of the hub."""
+    is_path = isinstance(name, str) and (name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1)
+    return is_path and not spec_path(name)
+
+
 class OptionLoader(yaml.SafeLoader):
     """Reads the values of options as they are typed: but for numbers, true, false and null they are texts. In YAML a
     date is no text, either, and `no` is false: words that may mean this are refused without quotes."""

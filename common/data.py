@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import QUOTED, InputError, build, spec_path
+from common.cli import QUOTED, InputError, build, is_missing, spec_path
 from common.terminal import screen, visible
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
@@ -92,6 +92,8 @@ def read_rows(name):
     else:
         repository, _, split = name.partition(":")
         repository, _, revision = repository.partition("@")
+        if is_missing(repository):
+            raise ValueError("there is no such directory on this machine")
         rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
     return rows_of_arrow(rows)
 

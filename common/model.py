@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, OptionLoader, spec_path
+from common.cli import InputError, OptionLoader, is_missing, spec_path
 from common.data import check_known, collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
@@ -213,12 +213,6 @@ def adapter_base(path, revision=None):
     if base and Path(spec_path(base) or "", "adapter_config.json").exists():
         raise InputError(f"{path}: its base {base} is an adapter, too: merge that into its model first")
     return base, config.get("revision")
-
-
-def is_missing(name):
-    """Whether a name is that of a path, and nothing is there; the libraries would take it for one of the hub."""
-    is_path = isinstance(name, str) and (name.startswith((".", "/", "~")) or name.count("/") > 1)
-    return is_path and not spec_path(name)
 
 
 def load_model(args, path, flag="--model"):

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "algos/README.md"]
 COMMAND = re.compile(
     r"(?:python|accelerate launch|torchrun --nproc_per_node \d+) (algos/(\w+)\.py [^#`\n]*--model[^#`\n]*)"
 )
-MODELS = ["gpt2", "my_model", "Qwen/Qwen3-0.6B", "runs/mine/hf_model", "runs/sft/hf_model"]
+MODELS = ["gpt2", "my_model", "Qwen/Qwen3-0.6B", "runs/mine/hf_model", "runs/sft/hf_model", "student", "teacher"]
 PIPELINES = ["my_pipeline", "stable-diffusion-v1-5/stable-diffusion-v1-5"]
 # What ends a run early, or makes it small; nothing of it touches learning rates, coefficients or lengths of texts.
 SHORTER = {

@@ -556,6 +556,13 @@ def test_weights_that_are_stored_in_four_bits_need_adapters(wide_dir, tmp_path):
         run(sft, tmp_path / "stored", tmp_path / "run")
 
 
+def test_an_object_in_whole_weights_is_not_taken_for_four_bits(wide_dir):
+    """--load-in-4bit is for a path: to an object it would do nothing."""
+    lm = AutoModelForCausalLM.from_pretrained(wide_dir)
+    with pytest.raises(InputError, match="--load-in-4bit: --model is an object: load it in 4 bits yourself"):
+        train_adapters(lm, flags_of(lora_r=3, load_in_4bit=True))
+
+
 def test_four_bits_of_a_classifier(wide_dir, tmp_path):
     _, run_dir = run(reward, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
     lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model", num_labels=1)

@@ -218,6 +218,7 @@ def test_learning_rate_closed_forms():
     assert rates([8, 12, 19, 20, 99], **cosine) == pytest.approx([*slow, 0.5, 0.5])
     assert rates([0, 2], total=3, lr_schedule="linear", warmup_steps=3) == pytest.approx([2 / 3, 2.0])
     assert rates([3], total=3, lr_schedule="linear", warmup_steps=3) == [2.0]  # no division by zero
+    assert rates([4, 5], lr_schedule="linear", warmup_steps=4, decay_steps=1) == [2.0, 0.0]
 
 
 # ---- Randomness ------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def read_rows(name):
         repository, _, split = name.partition(":")
         repository, _, revision = repository.partition("@")
         if is_missing(repository):
-            raise ValueError("there is no such directory on this machine")
+            raise ValueError("there is no such file or directory on this machine")
         rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
     return rows_of_arrow(rows)
 

@@ -658,7 +658,7 @@ REFUSED = [
     entry(55, LOADERS, "--model org/nope cannot be loaded: ", "--model org/nope"),
     entry(55, LOADERS, "--model ./nope: there is no such directory", "--model ./nope"),
     entry(55, LOADERS, "--model nope/: there is no such directory", "--model nope/"),
-    entry(55, "sft", "--dataset nope/ cannot be loaded: there is no such directory", "--dataset nope/"),
+    entry(55, "sft", "--dataset nope/ cannot be loaded: there is no such file or dir", "--dataset nope/"),
     common(22, EVERY, f"--run-dir rows.jsonl/run {WRITTEN}", "--run-dir rows.jsonl/run"),
     common(58, EVERY, ["--run-dir ", WRITTEN], "--run-dir b\0c"),
     common(58, EVERY, f"--run-dir photos {WRITTEN}it holds files but no run", "--run-dir photos"),

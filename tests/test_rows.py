@@ -23,7 +23,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
 from common.cli import InputError, check_parameters, load_function
-from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts
+from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts, read_rows
 from common.model import classifier_ids
 from common.sampling import Prompts
 
@@ -957,6 +957,20 @@ def test_files_of_other_columns(tmp_path, monkeypatch):
         datasets.Dataset.from_list([row]).to_parquet(f"rows-{number}.parquet")
     with refused("--dataset row 2 and row 1 differ in their columns: margin"):
         load_rows("rows-*.parquet", "--dataset")
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("org/name", ("org/name", "train", None)),
+        ("org/name:test[:9]", ("org/name", "test[:9]", None)),
+        ("org/name@refs/convert/parquet:test", ("org/name", "test", "refs/convert/parquet")),
+    ],
+)
+def test_names_of_the_hub(name, asked, monkeypatch):
+    """A revision may have slashes, as the path of a file on this machine."""
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, revision: [{"text": (name, split, revision)}])
+    assert read_rows(name) == [{"text": asked}]
 
 
 NAMES = "its first line must have one name for each cell of a row, and none twice"

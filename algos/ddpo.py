@@ -30,7 +30,6 @@ import copy
 import math
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -480,7 +479,7 @@ def evaluate(run, step, policy, data, args):
     accelerator = run.accelerator
     metrics = {}
     samples = []
-    grids = {}  # {name in a tracker: file}
+    grids = {}  # {end of the file's name: picture}
     for name, rows in data.eval_sets.items():
         prompts = [row["prompt"] for row in rows]
         images = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)["images"]
@@ -501,11 +500,9 @@ def evaluate(run, step, policy, data, args):
             samples.append(shared | {"prompt": prompt} | dict(zip(columns, values, strict=True)))
         if run.dir and run.main:
             suffix = f"_{name.replace('/', '_')}" if name else ""
-            path = run.dir / f"images/step_{step:08d}{suffix}.png"
-            run.write_by(grid, images, prompts, columns["reward"], path)
-            grids[f"eval/images{suffix}"] = path
+            grids[suffix] = grid(images, prompts, columns["reward"])
     run.samples(step, samples)
-    mirror_grids(accelerator, step, grids)
+    save_grids(run, step, grids)
     return metrics
 
 
@@ -522,8 +519,8 @@ def diversity(images):
     return torch.stack(rows).mean().item() / 255
 
 
-def grid(images, prompts, rewards, path):
-    """Writes uint8 images (B, 3, H, W) to a PNG file, eight per row, at most 96, with prompt and reward below each.
+def grid(images, prompts, rewards):
+    """A picture of uint8 images (B, 3, H, W), eight per row, at most 96, with prompt and reward below each.
 
     Images are at most 128 pixels wide; smaller ones are enlarged, each pixel to a square.
     """
@@ -542,17 +539,18 @@ def grid(images, prompts, rewards, path):
         draw.text((2, height + TEXT_HEIGHT - 3), visible(prompts[i][:width]), "black", font, anchor="ls")
         draw.text((2, height + 2 * TEXT_HEIGHT - 3), f"{rewards[i]:.3g}", "black", font, anchor="ls")
         sheet.paste(tile, (i % 8 * width, i // 8 * tile_height))
-    path.parent.mkdir(exist_ok=True)
-    sheet.save(path)
+    return sheet
 
 
-def mirror_grids(accelerator, step, grids):
-    """Sends grids {name: file} to wandb or tensorboard. If that fails, training continues."""
-    for tracker in accelerator.trackers:
-        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
-        for name, path in grids.items():
-            with suppress(Exception):
-                tracker.log_images({name: np.asarray(Image.open(path))[None]}, step=step, **layout)
+def save_grids(run, step, grids):
+    """Writes pictures {end of the file's name: picture} to the run directory and the tracker."""
+    for suffix, sheet in grids.items():
+        path = run.dir / f"images/step_{step:08d}{suffix}.png"
+        path.parent.mkdir(exist_ok=True)
+        sheet.save(path)
+        for tracker in run.accelerator.trackers:
+            layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+            tracker.log_images({f"eval/images{suffix}": np.asarray(sheet)[None]}, step=step, **layout)
 
 
 # ---- Setup -----------------------------------------------------------------------------------------------------------
@@ -744,7 +742,7 @@ def sampling_code(args, unet):
 
 def export(run, pipeline, name):
     """Writes the pipeline to a directory of the run."""
-    on_main(run.accelerator, run.write_by, export_pipeline, pipeline, run.dir / name)
+    on_main(run.accelerator, export_pipeline, pipeline, run.dir / name)
 
 
 @torch.no_grad()

@@ -1,18 +1,14 @@
 """What a run keeps: checkpoints, exports, and the identity by which the same command finds its run again.
 
-No pickle: safetensors, JSON and a sha256 manifest.
+No pickle: safetensors and JSON.
 """
 
-import ast
 import contextlib
 import dataclasses
-import functools
-import glob
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -24,10 +20,8 @@ import subprocess
 import sys
 import sysconfig
 from array import array
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-import numpy as np
 import safetensors.torch
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -36,9 +30,9 @@ from torch import nn
 from common.cli import ROOT, InputError, flag_of, spec_path
 from common.model import adapter_base
 
-FORMAT = 3  # of checkpoints
+FORMAT = 4  # of checkpoints
 PLAIN = bool | int | float | str
-STDLIB = sysconfig.get_path("stdlib")
+STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def tied_weights(model):
@@ -130,58 +124,34 @@ def unpack_state(path, state, model, optimizer, frozen):
     dcp.set_model_state_dict(model, weights, options=options)
 
 
-def write_checkpoint(run_dir, files, state, keep, warn):
-    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. Returns whether that
-    worked: a full disk gives a warning, older checkpoints are untouched, and the next save tries again."""
+def write_checkpoint(run_dir, files, state, keep):
+    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. Those of a run that
+    this one continues under other flags go, too."""
     folder = Path(run_dir) / "checkpoints"
     final = folder / f"step_{state['step']:08d}"
-    try:
-        with replacing(final) as temporary:
-            for name, tensors in files.items():
-                safetensors.torch.save_file(tensors, temporary / name)
-            (temporary / "state.json").write_text(json.dumps(state, indent=1))
-            manifest = {path.name: {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
-            (temporary / "MANIFEST.json").write_text(json.dumps(manifest, indent=1))
-    except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own error for a full disk
-        kept = "older ones are intact" if any(folder.glob("step_????????")) else "there is none yet"
-        warn(f"warning: no checkpoint was written at step {state['step']} ({error}); {kept}")
-        return False
-    # without broken later ones, from before which the run continues
-    newest_first = sorted((path for path in folder.glob("step_????????") if path <= final), reverse=True)
-    for old in newest_first[keep:]:
-        if int(old.name.removeprefix("step_")) != state["best_step"]:
-            shutil.rmtree(old, ignore_errors=True)
-    return True
+    with replacing(final) as temporary:
+        for name, tensors in files.items():
+            safetensors.torch.save_file(tensors, temporary / name)
+        (temporary / "state.json").write_text(json.dumps(state, indent=1))
+    newest_first = sorted(folder.glob("step_????????"), reverse=True)
+    own = [path for path in newest_first if read_checkpoint(path)["run"] == state["run"]]
+    kept = [*own[:keep], folder / f"step_{state['best_step'] or 0:08d}"]
+    for path in [*newest_first, *folder.glob(".tmp-step_*")]:  # which a killed run has left half-written
+        if path not in kept:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_checkpoint(path):
-    """state.json of a checkpoint whose files all match the manifest; InputError says what is wrong with it."""
+    """state.json of a checkpoint. InputError where it cannot be read: a run never silently starts again."""
     try:
-        manifest = json.loads((path / "MANIFEST.json").read_text())
-        for name, entry in manifest.items():
-            if sha256(path / name) != entry["sha256"]:
-                raise ValueError(f"{name} does not match its checksum")
         state = json.loads((path / "state.json").read_text())
-        if state["format"] != FORMAT:
-            raise ValueError("it was written by another version of plainrl")
-        return state
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"checkpoint {path} cannot be read: {error}") from None
-
-
-def newest_checkpoint(run_dir, warn):
-    """(path, state) of the newest complete checkpoint, after a warning for each broken newer one; (None, {}) if there
-    is none. InputError if all are broken: a run never silently starts again."""
-    folder = Path(run_dir) / "checkpoints"
-    paths = sorted(folder.glob("step_????????"), reverse=True)
-    for path in paths:
-        try:
-            return path, read_checkpoint(path)
-        except InputError as error:
-            warn(f"{error}; falling back to the one before")
-    if paths:
-        raise InputError(f"every checkpoint in {folder} is broken: start in a new directory with --resume never")
-    return None, {}
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"checkpoint {path} cannot be read ({error}): remove it, to go on from the one before"
+        ) from None
+    if state["format"] != FORMAT:
+        raise InputError(f"checkpoint {path} was written by another version of plainrl")
+    return state
 
 
 def sha256(path):
@@ -201,21 +171,22 @@ def fsync(path):
 @contextlib.contextmanager
 def replacing(directory):
     """A new directory to write into. If the block ends without an error, it is synced and replaces the path."""
-    temporary = directory.with_name(f".tmp-{directory.name}-{os.getpid()}")
+    temporary = directory.with_name(f".tmp-{directory.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     try:
         temporary.mkdir(parents=True)
         yield temporary
         mode = temporary.stat().st_mode & 0o666  # as the umask has it
         for path in [*temporary.rglob("*"), temporary]:
             if path.suffix == ".safetensors":
-                with contextlib.suppress(OSError):  # a file system without modes
-                    path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
+                path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
             fsync(path)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
-        fsync(directory.parent)
-    finally:
+    except (OSError, safetensors.SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(f"{directory} cannot be written: {error}") from error
+    fsync(directory.parent)
 
 
 def full_weights(lm):
@@ -243,12 +214,8 @@ def push(directory, repository):
     """Uploads an export, and nothing else, to a hub repository. A new repository is private."""
     from huggingface_hub import HfApi
 
-    try:
-        HfApi().create_repo(repository, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repository, folder_path=directory)
-    except Exception as error:  # whatever went wrong, the local copy is there
-        reason = " ".join(str(error).split())
-        raise InputError(f"--push-to-hub {repository} failed ({reason}); the full model is in {directory}") from None
+    HfApi().create_repo(repository, private=True, exist_ok=True)
+    HfApi().upload_folder(repo_id=repository, folder_path=directory)
 
 
 def write_text(path, text):
@@ -281,19 +248,19 @@ def keep_lines(path, step, lacks_evaluation):
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.
 SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
 # Flags that may differ when a run is continued.
-NEUTRAL = """run_dir name resume threads save_every keep_checkpoints track wandb_project push_to_hub check""".split()
+NEUTRAL = """run_dir resume threads save_every keep_checkpoints track push_to_hub check""".split()
 NEUTRAL += SIZES
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 
 def identity(args, script):
-    """What decides the result (flags, the bytes of the code, files named by flags, and the user's files that these
-    import) and a hash of it. Files that functions read while they run do not count."""
+    """What decides the result and a hash of it: flags, the bytes of the code, the files that flags name, and the user's
+    modules. Files that functions read while they run do not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
         raise InputError(f"{', '.join(unknown)}: such an object cannot be compared between runs: also give --run-dir")
-    files = {"script": sha256(script), "imports": hash_of_files(with_imports(Path(script).resolve())[1:])}
+    files = {"script": sha256(script), "imports": hash_of_files(imported_files())}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
     for name in flags:
         if named := files_of_flag(getattr(args, name)):
@@ -305,20 +272,29 @@ def identity(args, script):
     return {"algo": algo, "hash": digest, "flags": flags, "files": files}
 
 
+def read_identity(folder):
+    """The identity of the run in a directory, from its env.json; {} where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        env = json.loads((folder / "env.json").read_text())
+        if isinstance(env, dict) and {"algo", "hash", "flags", "files"} <= env.keys():
+            return env
+    return {}
+
+
+def has_results(folder):
+    """Whether a run directory holds more than its first evaluation."""
+    metrics = folder / "metrics.jsonl"
+    has_lines = metrics.exists() and re.search('"step": [1-9]', metrics.read_text(encoding="utf-8"))
+    return bool(has_lines) or any(folder.glob("checkpoints/*")) or any(folder.glob("hf_model*"))
+
+
 def files_of_flag(value):
-    """The files that a flag's value names: by a path, a spec string, or several of these separated by commas. Of a
-    directory these are the files directly in it; others further down, such as runs, do not count."""
-    if isinstance(value, list | tuple):
-        return [Path(part) for part in value if isinstance(part, str | Path) and os.path.isfile(part)]
-    if not isinstance(value, str | Path):
-        return []
-    text = str(value)
-    # without a classifier's label; sets, options, and lists and mappings in these, but for marks such as sep=.
-    parts = [text.rpartition(":")[0], *re.split(r"[][{},='\"]|: ", text)]
-    specs = [text, *(part.strip() for part in parts if re.search(r"\w", part))]
-    specs += itertools.chain(*(sorted(glob.glob(spec, recursive=True)) for spec in specs))
+    """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an
+    option of a function. Of a directory these are the files directly in it, without those further down, as of runs."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # also without a classifier's label
     files = []
-    for path in dict.fromkeys(map(spec_path, filter(None, specs))):
+    for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if re.search(r"\w", spec)):
         if path is None or not path.exists():  # a hub id, or no name of a file
             continue
         if path.is_dir():
@@ -327,67 +303,22 @@ def files_of_flag(value):
                 found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
             files += files_of_flag(adapter_base(path)[0])
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
-        elif path.suffix == ".py":
-            files += with_imports(path.resolve())
-            files += sorted(path.with_suffix("").rglob("*.safetensors"))  # the models of an embedded task
         else:
-            files.append(path)
+            files += [path, *sorted(path.with_suffix("").rglob("*.safetensors"))]  # the models of an embedded task
     return files
 
 
-def with_imports(path):
-    """A Python file and the user's files that it imports, directly or indirectly, including imports in functions. A
-    name built at run time (importlib) is not found."""
-    files = [path]
-    for file in files:  # which grows
-        for level, name in imported_names(file):
-            folders = [file.parents[level - 1]] if level else [*sys.path, file.parent]
-            files += [found for found in module_files(name, folders) if found not in files]
-    return files
-
-
-def imported_names(file):
-    """[(level, name)] of a file's imports: modules and things in them. level: the number of dots before the name."""
-    names = []
-    with contextlib.suppress(SyntaxError, ValueError):  # an extension in C, or a file that nobody can import
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                names += [(0, alias.name) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names += [(node.level, f"{node.module or ''}.{alias.name}".lstrip(".")) for alias in node.names]
-    return names
-
-
-def module_files(name, folders):
-    """The files of a module, whose name may end with a thing in it, and of the packages that contain it. Left out are
-    Python's and installed ones, and common/, which is hashed anyway."""
-    files = []
-    for place, part in enumerate(name.split(".")):
-        found = PathFinder.find_spec(part, [str(folder) for folder in folders])
-        if found is None and place == 0:  # what `pip install -e` has installed may have a finder of its own
-            with contextlib.suppress(Exception):  # of finders of others
-                found = importlib.util.find_spec(part)
-        if found is None:
-            break
-        file = Path(found.origin if found.has_location else "").resolve()  # some packages have no file
-        is_other = file.is_relative_to(STDLIB) or file.is_relative_to(ROOT / "common")
-        if file.is_file() and not is_other and not is_installed(file):
-            files.append(file)
-        folders = found.submodule_search_locations or []
-    return files
-
-
-def is_installed(file):
-    """Whether pip has put a file where it is, by --target too."""
-    in_packages = {"site-packages", "dist-packages"} & {*file.parts}
-    return bool(in_packages) or any(str(file.relative_to(path)) in installed_names(path) for path in file.parents)
-
-
-@functools.cache
-def installed_names(folder):
-    """The files in a folder that pip has noted there."""
-    notes = [record.read_text(errors="replace").splitlines() for record in folder.glob("*.dist-info/RECORD")]
-    return {line.partition(",")[0] for line in itertools.chain(*notes)}
+def imported_files():
+    """The files of the user's modules: of all that are loaded but Python's, installed ones, common/ and the files of
+    flags, which count anyway, and the program that calls `main`. What a function imports later is not among them."""
+    files = set()
+    for name, module in sys.modules.items():
+        path = Path(getattr(module, "__file__", None) or "")
+        is_counted = name == "__main__" or name.startswith("plainrl_user_")
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        if path.is_file() and not (is_counted or is_installed):
+            files.add(path.resolve())
+    return sorted(file for file in files if not any(map(file.is_relative_to, (STDLIB, ROOT / "common"))))
 
 
 def hash_of_files(files):
@@ -396,11 +327,9 @@ def hash_of_files(files):
 
 def describe(value):
     """A JSON value that is the same, in any process, for flags that mean the same. A plain value is itself. Rows are
-    named by a hash of their JSON, and a function by its name and a hash of its file and of what that imports."""
+    named by a hash of their JSON, and a function by its name and a hash of its file."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
@@ -408,7 +337,7 @@ def describe(value):
     name = getattr(value, "__qualname__", type(value).__qualname__)
     try:
         if inspect.isfunction(value) and "<" not in name:  # a lambda or a function within one may hold other values
-            contents = hash_of_files(with_imports(Path(inspect.getfile(value)).resolve()))
+            contents = sha256(inspect.getfile(value))
         else:
             contents = hashlib.sha256(json.dumps(value).encode()).hexdigest()
     except (OSError, TypeError, ValueError):  # no file, as in a notebook, or no JSON
@@ -416,17 +345,16 @@ def describe(value):
     return f"<{name} {contents[:16]}>"
 
 
-def changed(old, new, part):
-    """Names in which two identities differ; part: "flags" or "files"."""
-    return [name for name in old[part] | new[part] if old[part].get(name) != new[part].get(name)]
-
-
 def differences(old, new):
     """One line for each flag or file in which two identities differ."""
-    flags = changed(old, new, "flags")
+
+    def changed(part):
+        return [name for name in old[part] | new[part] if old[part].get(name) != new[part].get(name)]
+
+    flags = changed("flags")
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
-    code = {"script": "the script", "imports": "a file that the script imports"}
-    for name in changed(old, new, "files"):
+    code = {"script": "the script", "imports": "a file that your code imports"}
+    for name in changed("files"):
         if name in code or name.startswith("common/"):
             lines.append(f"{code.get(name, name)} has changed")
         elif name not in flags and name != "resume":  # where it continues does not count
@@ -470,10 +398,7 @@ def environment(accelerator):
     with contextlib.suppress(OSError):
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    cpu = platform.machine()
-    with contextlib.suppress(OSError, IndexError):  # only Linux has the name of the CPU there
-        cpu = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-    device = f"{cpu}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
+    device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
     processes = accelerator.num_processes

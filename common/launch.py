@@ -24,7 +24,8 @@ TIMEOUT = timedelta(hours=12)
 
 def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     """The Accelerator of a run. InputError if the launcher asks for something that no script does. fsdp: whether this
-    script can shard its model. The other values are those of the flags."""
+    script can shard its model. The other values are those of the flags: autocast is that of the flag, else of the
+    launcher, else bf16 for float32 weights on a GPU that has it."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -32,18 +33,15 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # all processes read the weights
     gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     gpu_has_bfloat16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if mixed_precision is None:
+        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        # `accelerate launch` says "no" if nothing was chosen
+        if mixed_precision == "no" and gpu_has_bfloat16 and dtype == "float32":
+            mixed_precision = "bf16"
     torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
     one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
-    asked = [name for name in os.environ if name.startswith(("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_"))]
-    try:
-        accelerator = Accelerator(
-            cpu=not gpu,
-            mixed_precision=autocast_type(mixed_precision, launcher, dtype, gpu_has_bfloat16),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT), one_copy],
-        )
-    except (ImportError, ValueError) as error:  # of DeepSpeed, or of a WORLD_SIZE that somebody has left behind
-        raise InputError(f"the environment ({', '.join(asked)}) asks for what cannot be started: {error}") from None
+    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT), one_copy]
+    accelerator = Accelerator(cpu=not gpu, mixed_precision=mixed_precision, kwargs_handlers=handlers)
     keep_freed_memory()
     if accelerator.device.type == "cuda":
         choose_attention(deterministic)
@@ -109,15 +107,6 @@ def named_weights(model):
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             yield module, name, weight
-
-
-def autocast_type(flag, launcher, dtype, gpu_has_bfloat16):
-    """Type of the autocast: from the flag, else from the launcher, else bf16 for float32 weights on a GPU that has it.
-    `accelerate launch` says "no" if nothing was chosen, so its "no" is ignored."""
-    if launcher == "no":
-        launcher = None
-    default = "bf16" if gpu_has_bfloat16 and dtype == "float32" else "no"
-    return flag or launcher or default
 
 
 # ---- The machine -----------------------------------------------------------------------------------------------------
@@ -200,8 +189,8 @@ def accumulate(accelerator, model, micro_batches):
 
 def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):
     """Clips the gradient, takes a step and clears the gradient. Returns the gradient's norm before clipping. Raises
-    FloatingPointError, with the number of the step and where it was, before a gradient or a loss that is not finite
-    changes the weights."""
+    NotFinite, with the number of the step and where it was, before a gradient or a loss that is not finite changes the
+    weights."""
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf).item()
     numbers = {"gradient norm": grad_norm} if loss is None else {"loss": loss, "gradient norm": grad_norm}
     if not all(map(math.isfinite, numbers.values())):
@@ -247,8 +236,7 @@ def on_each(accelerator, function, *args):
     """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
     from accelerate.utils import gather_object
 
-    error = None
-    said = None
+    result = error = said = None
     try:
         result = function(*args)
     except Exception as raised:
@@ -258,8 +246,7 @@ def on_each(accelerator, function, *args):
     found = [each for each in gather_object([said]) if each]
     if not found:
         return result
-    if error is None:
-        error = InputError(found[0][0])
+    error = error or InputError(found[0][0])
     shared_errors.clear()
     if not any(of_model for _, of_model in found):
         shared_errors.append(error)

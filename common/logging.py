@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import signal
 import textwrap
 import threading
@@ -39,27 +38,6 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 
 _open = []  # open runs of this process
 
-_masks = threading.local()
-
-
-def hold_signals():
-    """No signal may reach a forked child before `leave_runs`: it would be lost, and its sender would wait forever."""
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-
-
-def let_signals_through():
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def leave_runs():
-    """Called in a forked child, which a reward may start: runs, signals, lock and directory belong to its parent."""
-    while _open:
-        _open.pop().give_back()
-    let_signals_through()
-
-
-os.register_at_fork(before=hold_signals, after_in_parent=let_signals_through, after_in_child=leave_runs)
-
 
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends.
@@ -70,9 +48,9 @@ def closes_run(main):
         depth = len(_open)  # runs of a caller, whose reward may train with another script
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
-        # harmless warnings that read like a broken installation: of parts that nothing here uses, or soon corrected
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+        # warnings of parts that nothing here uses, or that are soon corrected
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
         screen.start()
@@ -111,15 +89,16 @@ class Run:
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity(args, script)
+        self.process = os.getpid()
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
+        self.begun = False  # whether this process has written to it
         self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
         self.lock = None
         self.inputs = {}
         self.handlers = {}
         self.seconds = {}
-        self.last_line = 0.0
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.path = self.path or self.dir
@@ -134,98 +113,74 @@ class Run:
     # -- the directory
 
     def _claim(self):
-        """(dir, checkpoint, state, finished, same), on rank 0. Does not yet remove what others or later steps left."""
-        path = None
-        state = {}
+        """(dir, checkpoint, state, finished, same), on rank 0. Changes nothing in the directory but its lock."""
+        given = None
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
-            path = max(named.glob("checkpoints/step_????????"), default=named)
-            origin = self._origin(path)
+            given = max(named.glob("checkpoints/step_????????"), default=named)
         if self.args.check:
-            return None, path, ckpt.read_checkpoint(path) if path else state, False, False
+            return None, given, self._state_of(given) if given else {}, False, False
         folder = self.dir = self._locked_folder()
-        for half_written in [*folder.glob(".tmp-hf_model*"), *folder.glob("checkpoints/.tmp-*")]:  # by a killed run
-            shutil.rmtree(half_written, ignore_errors=True)
-        same = False
-        if (folder / "metrics.jsonl").exists():  # else no run has come to its first step there
-            old = json.loads((folder / "env.json").read_text())
-            same = old["hash"] == self.identity["hash"]
-            continues_itself = path is not None and path.resolve().parent == (folder / "checkpoints").resolve()
-            if not same and not continues_itself:
-                hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
-                lines = "\n  ".join(differences(old, self.identity))
-                raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
-        if same and (folder / "README.md").exists() and (folder / "hf_model").exists():
+        own = folder / "checkpoints"
+        old = ckpt.read_identity(folder)
+        same = old.get("hash") == self.identity["hash"]
+        goes_on_here = given is not None and given.resolve().parent == own.resolve()
+        if old and not (same or goes_on_here) and ckpt.has_results(folder):
+            hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
+            lines = "\n  ".join(differences(old, self.identity))
+            raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
+        if same and old.get("finished") and (folder / "hf_model").exists():
             self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
             self.say("to repeat the run, give --resume never")
-            return folder, None, state, True, True
-        same = same and (path is None or any((folder / "checkpoints").glob("step_????????")))
-        if same:
-            path, state = ckpt.newest_checkpoint(self.path, self.say)
-            self.say(f"continuing {self.path} from step {state.get('step', 0)}")
-            state["inputs"] = old.get("inputs", {})
-        elif path:  # read only now: if the command is given again, there are newer ones and this may be gone
-            if not path.exists():
-                raise InputError(f"--resume {path}: there is no such run or checkpoint")
+            return folder, None, {}, True, True
+        for path in sorted(own.glob("step_????????"), reverse=True):
             state = ckpt.read_checkpoint(path)
-            lines = differences(origin, self.identity) if origin else []
-            own = f"its own flags are --config {path.resolve().parent.parent / 'config.yaml'}; what differs:"
-            self.say("\n  ".join([f"continuing from {path} (step {state['step']}); {own}", *lines]))
-        return folder, path and path.absolute(), state, False, same
+            # others are of the run that this one continues, until its first checkpoint replaces them
+            if state["run"]["hash"] == self.identity["hash"]:
+                self.say(f"continuing {self.path} from step {state['step']}")
+                return folder, path, state, False, True
+        if given is None:
+            if same:
+                self.say(f"continuing {self.path} from step 0")
+            return folder, None, {}, False, False
+        state = self._state_of(given)
+        config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
+        what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
+        self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
+        return folder, given.absolute(), state, False, False
 
-    def _origin(self, checkpoint):
-        """The identity of the run that a checkpoint is of, or {}. InputError where it cannot go on here."""
-        file = checkpoint.resolve().parent.parent / "env.json"
-        if not file.exists():
-            return {}
-        old = json.loads(file.read_text())
-        if old["algo"] != self.identity["algo"]:
-            raise InputError(f"--resume {self.args.resume} is of a run of {old['algo']}.py")
-        size = "rollout_batch_size" if "rollout_batch_size" in old["flags"] else "batch_size"
-        before = old["flags"][size]
-        if before != getattr(self.args, size):
-            how = f"give {flag_of(size)} {before}, too, because it counts what was trained"
-            raise InputError(f"--resume {self.args.resume}: {how}")
-        return old
+    def _state_of(self, checkpoint):
+        """The state of the checkpoint that --resume names."""
+        if not checkpoint.exists():
+            raise InputError(f"--resume {checkpoint}: there is no such run or checkpoint")
+        state = ckpt.read_checkpoint(checkpoint)
+        if state["run"]["algo"] != self.identity["algo"]:
+            raise InputError(f"--resume {self.args.resume} is of a run of {state['run']['algo']}.py")
+        return state
 
     def _locked_folder(self):
         """The run directory, created if it is new, and locked."""
-        name = self.args.name or self.identity["algo"]
-        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
+        folder = first = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}").expanduser()
         number = 1
         try:
-            folder = first = folder.expanduser()
-            str(folder.absolute()).encode()  # UnicodeEncodeError, a ValueError: exports need names in UTF-8
             while self.args.resume == "never" and folder.exists():
                 number += 1
                 folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            env = folder / "env.json"
-            is_run = env.exists() and '"hash": ' in env.read_text()
-            if any(path.name[0] != "." for path in folder.iterdir()) and not is_run:
+            if any(path.name[0] != "." for path in folder.iterdir()) and not ckpt.read_identity(folder):
                 raise OSError("it holds files but no run")
-            self.lock = open(folder / ".lock", "a")
+            self.lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / ".lock").write_text(f"{os.getpid()} on {platform.node()}")
         except BlockingIOError:
-            process = (folder / ".lock").read_text()
-            raise InputError(f"{folder} is in use by process {process}: stop that one first") from None
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of the home of nobody
+            raise InputError(f"{folder} is in use by process {self.lock.read()}: stop that one first") from None
+        except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
+        self.lock.truncate()
+        self.lock.write(f"{self.process} on {platform.node()}")
+        self.lock.flush()
         self.path = folder
         return folder.absolute()
-
-    def _owns(self):
-        """Whether the directory is still the one that this run has locked, not removed, renamed or another run's."""
-        lock = self.dir / ".lock"
-        return lock.exists() and os.path.samestat(os.fstat(self.lock.fileno()), lock.stat())
-
-    def write_by(self, function, *values):
-        """function(*values), which writes to the directory, if it is still this run's."""
-        if not self._owns():
-            raise InputError(f"{self.path} was removed or renamed while the run went on: nothing more is written there")
-        return function(*values)
 
     def check_inputs(self, data, **models):
         """Notes what a script has read: the rows and tokens in the fields of data, and the commits of models ({flag:
@@ -271,70 +226,39 @@ class Run:
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
         kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | state
         self.kept = SimpleNamespace(**{name: self.loaded.get(name, value) for name, value in kept.items()})
-        reward = [self.identity[part].get("reward") for part in ("flags", "files")]
-        if self.loaded.get("reward", reward) != reward:  # all but the coefficient are statistics of scores
-            vars(self.kept).update({name: value for name, value in state.items() if name != "kl_coef"})
-        self.kept.reward = reward
+        if not self.same:  # another reward, or other rows, may decide
+            self.kept.best_score = self.kept.best_step = None
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
             ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
             if self.kept.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
-        if self.dir:
-            has_best = on_main(self.accelerator, self.write_by, self._begin)
-            if not has_best:
-                self.kept.best_score = self.kept.best_step = None
+        if self.args.track != "off" and self.dir:
+            on_main(self.accelerator, self._start_tracker)
         self.saved = time.monotonic()
         self.saved_step = self.first_step
         return self.kept
 
     def _begin(self):
-        """Makes the directory this run's: removes what came after the checkpoint from which it continues. Returns
-        whether the model of its best evaluation is there."""
-        best = self.dir / "hf_model_best"
-        noted = self.dir / ".best"
-        if not (noted.exists() and noted.read_text() == self._best()):
-            shutil.rmtree(best, ignore_errors=True)
-        if not self.same:
-            (self.dir / "README.md").unlink(missing_ok=True)
-            for later in (self.dir / "checkpoints").glob("step_????????"):
-                if later.name > self.checkpoint.name:
-                    shutil.rmtree(later)
-            notes = {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
-            env = self.identity | environment(self.accelerator) | notes
-            # the first file, by which `_locked_folder` knows the directory of a run
-            ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-        else:
-            self._note_changes(environment(self.accelerator))
+        """Makes the directory this run's, just before its first lines are written, on rank 0. Of the run that it
+        continues, lines of later steps go; later checkpoints go when the first one of this run is there."""
+        self.begun = True
+        env = self.identity | environment(self.accelerator)
+        env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
+        # first: a killed command given again then knows the directory for its own
+        ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
         sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        step = self.loaded.get("step", -1)  # what comes later will be repeated
-        lacks_evaluation = self.kept.evaluated < step
+        step = -1  # nothing of this directory is continued
+        if self.checkpoint and self.checkpoint.resolve().parent == (self.dir / "checkpoints").resolve():
+            step = self.first_step
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
-            ckpt.keep_lines(self.dir / name, step, lacks_evaluation)
-        if self.args.track != "off":
-            self._mirror(open_tracker, self.accelerator, self.args, self.dir, self.identity)
-        return best.exists()
+            ckpt.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
 
-    def _note_changes(self, now):
-        """Says, and writes to env.json, with which other versions or device a run goes on. now: its environment."""
-        env = json.loads((self.dir / "env.json").read_text())
-        before = env.get("newest", env["versions"] | {"device": env["device"]})
-        after = now["versions"] | {"device": now["device"]}
-        changes = [f"{name} {before.get(name)} -> {after[name]}" for name in after if after[name] != before.get(name)]
-        if changes:
-            self.say(f"warning: the run goes on with {', '.join(changes)}: its numbers may differ in the last digits")
-            env["continued"] = [*env.get("continued", []), {"step": self.first_step, "changes": changes}]
-            env["newest"] = after
-            ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-
-    def _best(self):
-        """What tells a best evaluation from others: its step, and what decides the score. The headline does not: it can
-        move to another beta of ilql."""
-        names = "reward metric dataset eval_dataset eval_prompts rollout template_options ref_model".split()
-        names += "eval_temperature top_k top_p max_new_tokens stop guidance_scale num_inference_steps eta".split()
-        decisive = [[self.identity[part].get(name) for name in names] for part in ("flags", "files")]
-        return json.dumps([self.kept.best_step, *decisive])
+    def _start_tracker(self):
+        if not ckpt.has_results(self.dir):
+            self._begin()  # a directory with files is then one of a run, also if the tracker cannot start
+        open_tracker(self.accelerator, self.args, self.dir, self.identity)
 
     def describe(self, model):
         """The first line of a summary: what is trained, in which types, and where."""
@@ -424,7 +348,6 @@ class Run:
                 export("hf_model_best")
                 kept.best_score = score
                 kept.best_step = step
-                on_main(self.accelerator, self.write_by, ckpt.write_text, self.dir / ".best", self._best())
             kept.evaluated = step  # only now, as an evaluation whose export fails is repeated
         stop, is_late = self.stop_requested()
         is_due = is_late or self._passed(step, self.args.save_every)
@@ -441,11 +364,11 @@ class Run:
         screen.show("saving")
         self.saved = time.monotonic()
         threads = torch.get_num_threads()
-        state = {"threads": threads, "headline": self.headline, **vars(self.kept)}
+        state = {"threads": threads, "headline": self.headline, "inputs": self.inputs, **vars(self.kept)}
+        state["run"] = self.identity
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
-        write = functools.partial(self.write_by, ckpt.write_checkpoint)
-        if on_main(self.accelerator, write, self.dir, files, state, self.args.keep_checkpoints, self.say):
-            self.saved_step = self.kept.step
+        on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
+        self.saved_step = self.kept.step
 
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
@@ -461,15 +384,16 @@ class Run:
                 kept = f"step {int(newest.name[5:])} is saved; to continue: {command}"
             self.say(f"stopped; {kept}")
         elif newest and self.stepped:
-            after = f"or with --resume {self.path} if you edit its files"
             place = self.path / newest.relative_to(self.dir)
-            note = f"the last step on disk is in {place}; the same command continues there, {after}"
-            BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), note])  # if it is frozen
+            after = f"or with --resume {self.path} if you edit its files"
+            error.add_note(f"the last step on disk is in {place}; the same command continues there, {after}")
 
     # -- signals
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
+        if os.getpid() != self.process:  # a child that a reward has forked
+            os._exit(128 + number)
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done
@@ -487,17 +411,15 @@ class Run:
         return signals > 0, late > 0
 
     def close(self):
-        """Gives back lock and signals, and removes a new directory in which no iteration was completed."""
-        if self.made and self.dir and not self.stepped and self._owns():
-            shutil.rmtree(self.dir, ignore_errors=True)
+        """Gives back lock and signals. Removes a new directory in which there is nothing yet."""
         if self.accelerator.num_processes > 1:
             time.sleep(0.2)  # gloo may deadlock when the model is freed while the last broadcast is still ending
-        self.give_back()
-
-    def give_back(self):
         while self.handlers:
             signal.signal(*self.handlers.popitem())
         if self.lock:
+            if self.made and not self.begun:
+                (self.dir / ".lock").unlink()
+                self.dir.rmdir()
             self.lock.close()
 
     # -- output
@@ -508,9 +430,11 @@ class Run:
         """Appends lines to a file of the run, with null for numbers that are not finite."""
         if not self.main or self.dir is None:
             return
+        if not self.begun:
+            self._begin()
         finite = json.loads(json.dumps(records), parse_constant=lambda constant: None)  # NaN and Infinity
         lines = [json.dumps(record) + "\n" for record in finite]
-        with self.write_by(open, self.dir / name, "a", -1, "utf-8") as file:
+        with open(self.dir / name, "a", encoding="utf-8") as file:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
@@ -526,18 +450,12 @@ class Run:
         self._write(step, metrics, perf)
 
     def log_evaluation(self, step, metrics):
-        """Writes the lines of an evaluation, which stand behind those of its iteration, and draws the picture."""
+        """Writes the lines of an evaluation, which stand behind those of its iteration."""
         self.logged = self.logged | metrics
         perf = {}
         if step > self.first_step:
             perf["perf/seconds_eval"] = time.perf_counter() - self.since
         self._write(step, metrics, perf)
-        if self.main and self.dir and 0 < step < self.total_steps:
-            self._draw()
-            if "far worse" in self._change([]):
-                change = self._change(self._records("samples.jsonl"))  # whose rows tell whether this is noise
-                if "far worse" in change:
-                    self.say(f"warning: {change}: a lower --lr may help")
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
@@ -545,33 +463,20 @@ class Run:
             self.append("metrics.jsonl", {"step": step, **metrics})
         if perf:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
-        self._mirror(self.accelerator.log, metrics | perf, step=step)
+        self.accelerator.log(metrics | perf, step=step)
 
     def _status(self, step):
-        """Updates the terminal's live line; elsewhere prints a line at most every 5 s, and one for the last step."""
+        """Prints the main metrics of an iteration in a row."""
         # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
         labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown if name in self.logged}
         parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items()]
-        parts.append(self._seconds())
-        now = time.monotonic()
-        seconds_left = (now - self.start) / (step - self.timed_from) * (self.total_steps - step)
+        seconds_left = (time.monotonic() - self.start) / (step - self.timed_from) * (self.total_steps - step)
         eta = f"eta {timedelta(seconds=round(seconds_left))}"
         screen.headline = f"{step}/{self.total_steps}, {eta}"
-        screen.metrics = " | ".join(parts)
-        if not screen.live and (now - self.last_line > 5 or step >= self.total_steps):
-            self.last_line = now
-            self.say(f"{step}/{self.total_steps} | {screen.metrics} | {eta}")
+        self.say(" | ".join([f"{step}/{self.total_steps}", *parts, self._seconds(), eta]))
 
     def _seconds(self):
         return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
-
-    def _mirror(self, function, *values, **options):
-        """Calls a function that sends values to the tracker of --track. If that fails, training continues."""
-        try:
-            function(*values, **options)
-        except Exception as error:
-            self.accelerator.trackers = []
-            self.say(f"warning: --track {self.args.track} is off from here on: {' '.join(str(error).split())}")
 
     def samples(self, step, rows):
         """Logs samples, dicts with equal keys: all to samples.jsonl, three of different prompts or betas as a table on
@@ -582,7 +487,7 @@ class Run:
         table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
-                self._mirror(tracker.log_table, "eval/samples", **table, step=step)
+                tracker.log_table("eval/samples", **table, step=step)
         different = {(row["prompt"], row.get("beta")): row for row in rows}
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
@@ -605,7 +510,7 @@ class Run:
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
-        on_main(self.accelerator, self.write_by, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
+        on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
         """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
@@ -617,7 +522,7 @@ class Run:
             self.say(f"the whole run (iterations: {self.num_iterations}): {whole}, without evaluations\ncheck passed")
             return {}, None
         export("hf_model")
-        on_main(self.accelerator, self.write_by, self._finish, prompt, usage)
+        on_main(self.accelerator, self._finish, prompt, usage)
         result = self.result()
         self.close()
         self.accelerator.end_training()
@@ -634,30 +539,10 @@ class Run:
         path = self.dir / name
         return [json.loads(line) for line in open(path, encoding="utf-8")] if path.exists() else []
 
-    def _draw(self):
-        """Draws curve.png. If that fails, training continues."""
-        try:
-            title = f"{self.dir.resolve().name}: {self.identity['flags']['model']}"
-            names = [self.headline, *self.shown]
-            self.write_by(draw_curves, self._records("metrics.jsonl"), names, title, self.dir / "curve.png")
-        except Exception as error:
-            self.say(f"warning: curve.png could not be drawn: {' '.join(str(error).split())}")
-
-    def _change(self, samples):
-        """How the headline has changed since the start, in words, and by how much more than its rows in samples vary;
-        "" where it has no values."""
-        curve = points(self._records("metrics.jsonl"), self.headline)
-        if not curve:
-            return ""
-        first, last = curve[0], curve[-1]
-        note = remark(samples, self.headline, first, last)
-        return f"{self.headline} {first[1]:.3g} -> {last[1]:.3g}{note}"
-
     def _finish(self, prompt, usage):
-        self._draw()
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        self.say(f"\n{self._change(samples)}")
+        self.say(f"\n{change_of(records, samples, self.headline)}")
         folder = f"{self.path}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
@@ -665,8 +550,11 @@ class Run:
         if self.args.push_to_hub:
             ckpt.push(f"{self.dir}/hf_model", self.args.push_to_hub)
         env = json.loads((self.dir / "env.json").read_text())
-        card = model_card(env, [self.headline, *self.shown], records, samples, usage)
-        ckpt.write_text(self.dir / "README.md", card)
+        names = [*dict.fromkeys([self.headline, *self.shown])]
+        title = f"{self.dir.resolve().name}: {env['flags']['model']}"
+        draw_curves(records, names, title, self.dir / "curve.png")
+        ckpt.write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
+        ckpt.write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))
 
 
 # ---- Picture and card ------------------------------------------------------------------------------------------------
@@ -685,27 +573,30 @@ def points(records, name):
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def remark(samples, name, first, last):
-    """What there is to say of an evaluated metric that changed from first to last, both (step, value). Its rows are
-    compared. Of metrics of training, each of which is about other rows, there is nothing."""
-    if not name.startswith("eval/"):
+def change_of(records, samples, name):
+    """How a metric has changed from its first to its last value, in words, for an evaluated one with the standard error
+    over its rows in samples; "" where it has no values."""
+    curve = points(records, name)
+    if not curve:
         return ""
+    (first_step, first), (last_step, last) = curve[0], curve[-1]
+    said = f"{name} {first:.3g} -> {last:.3g}"
     *_, group, column = name.split("/")
     rows = [row for row in samples if column in row and row.get("set", group) == group]
-    before, after = ([row[column] for row in rows if row["step"] == step] for step, _ in (first, last))
+    before = [row[column] for row in rows if row["step"] == first_step]
+    after = [row[column] for row in rows if row["step"] == last_step]
     changes = [new - old for new, old in zip(after, before, strict=False)]
-    if len(changes) > 1 and abs(fmean(changes)) <= 2 * stdev(changes) / math.sqrt(len(changes)):
-        return " (no change: within twice its standard error)"
-    is_worse = last[1] > first[1] if name.endswith("loss") else last[1] < first[1]
-    if not is_worse:
-        return ""
-    is_far = abs(last[1] - first[1]) > abs(first[1]) / 2
-    return " (far worse than at the start)" if is_far else " (worse than at the start)"
+    if len(changes) < 2 or not name.startswith("eval/"):
+        return said
+    error = stdev(changes) / math.sqrt(len(changes))
+    if abs(fmean(changes)) <= 2 * error:
+        return f"{said} (no change: within twice its standard error, {error:.2g})"
+    return f"{said} (standard error of the change: {error:.2g})"
 
 
 def draw_curves(records, names, title, path):
-    """Draws metrics from records, the lines of metrics.jsonl. names: those to draw, in order; those of evaluations
-    follow. All sets and betas of a metric share a panel, also with a training metric of that name."""
+    """Draws metrics from records, the lines of metrics.jsonl: names in their order, then those of evaluations. All sets
+    and betas of a metric share a panel, also with a training metric of that name."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -714,22 +605,14 @@ def draw_curves(records, names, title, path):
     for name in dict.fromkeys([*names, *evaluated]):
         if points(records, name):
             panels.setdefault(name.rpartition("/")[2].partition("@")[0], []).append(name)
-    if not panels:
-        return
-    columns = min(2, len(panels))
-    rows = math.ceil(len(panels) / 2)
     # names of metrics and models are not formulas; a letter missing from the font needs no warning
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
-        figure = Figure(figsize=(4.5 * columns, 0.8 + 1.8 * rows), layout="constrained")
-        figure.suptitle(visible(title)[: 50 * columns], fontsize=11)
+        figure = Figure(figsize=(7, 0.8 + 1.8 * len(panels)), layout="constrained")
+        figure.suptitle(visible(title)[:80], fontsize=11)
         for place, (label, metrics) in enumerate(panels.items(), start=1):
-            axes = figure.add_subplot(rows, columns, place)
+            axes = figure.add_subplot(len(panels), 1, place, ylabel=visible(label))
             for name in metrics:
-                curve = points(records, name)
-                marker = "." if name.startswith("eval/") or len(curve) < 3 else None
-                axes.plot(*zip(*curve, strict=True), label=visible(name), marker=marker, linewidth=1)
-            axes.set_ylabel(visible(label))
-            axes.yaxis.set_major_formatter("{x:.6g}")  # without a factor above the panel
+                axes.plot(*zip(*points(records, name), strict=True), label=visible(name), marker=".", linewidth=1)
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
         figure.supxlabel("optimizer step")
@@ -754,8 +637,6 @@ def model_card(env, names, records, samples, usage):
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
-    for part in env.get("continued", []):
-        parts.append(f"Continued from step {part['step']} with {', '.join(part['changes'])}.")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -784,9 +665,9 @@ def open_tracker(accelerator, args, folder, identity):
         flags[flag] = value if isinstance(value, int | float) else str(value)
     run_id = re.sub(r"[^\w.-]", "_", f"{folder.resolve().name}-{identity['hash']}")
     place = {"id": run_id, "name": folder.name, "dir": str(folder)}
-    project = args.wandb_project or os.environ.get("WANDB_PROJECT", "plainrl")
+    project = os.environ.get("WANDB_PROJECT", "plainrl")
     accelerator.log_with = filter_trackers([args.track], folder)
     if not accelerator.log_with:
-        raise ImportError(f"pip install {args.track}")
+        raise InputError(f"--track {args.track}: pip install {args.track}")
     accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
     accelerator.init_trackers(project, flags, {"wandb": {"resume": "allow", **place}})

@@ -1,73 +1,51 @@
-"""What the terminal shows: the live line, tables, and text that is safe to print."""
+"""What the terminal shows: the progress line, tables, and text that is safe to print."""
 
-import contextlib
 import io
-import math
 import os
 import shutil
-import time
 
 from rich import box
 from rich.console import Console
-from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-QUIET_SECONDS = 30  # after which a long part says how far it is, where there is no live line
 LONGEST_CELL = 200  # characters of a sample in a table
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 
 class Screen:
-    """The live line of this process: the activity, its progress, and the newest metrics. Only if output and errors go
-    to a terminal, and only in the first process of a machine. Elsewhere that process says it after long silence."""
+    """The progress line of this process: how far the run is, what it does now, and how far that is. Only if output and
+    errors go to a terminal, since `| tee log` would print into the line, and only in the first process of a machine."""
 
     def __init__(self):
-        self.live = None
-        self.said = math.inf  # when something was said last
-        self.headline = ""
-        self.metrics = ""
-        self.show("")
+        self.progress = None
+        self.headline = ""  # how far the run is
 
     def start(self):
-        """Starts drawing, if there is a terminal."""
-        if self.live or os.environ.get("LOCAL_RANK", "0") != "0":
+        if self.progress or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
             return
-        self.said = time.monotonic()
-        if not (os.isatty(1) and os.isatty(2)):  # both: `| tee log` would print into the line
-            return
-        self.live = Live(get_renderable=self.line, refresh_per_second=5, transient=True)
-        self.live.start()
-        self.live.console.show_cursor()  # rich hides it, and a killed process cannot bring it back
+        counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        text = TextColumn("{task.description}", markup=False)
+        self.progress = Progress(text, BarColumn(bar_width=10), *counts, transient=True)
+        self.part = self.progress.add_task("", total=None)
+        self.progress.start()
 
     def stop(self):
         """Clears the line."""
-        if self.live:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                self.live.stop()
+        if self.progress:
+            self.progress.stop()
         self.__init__()
 
-    def show(self, activity, total=0):
+    def show(self, activity, total=None):
         """Shows a new activity with `total` units to do; `advance` counts them."""
-        self.activity = activity
-        self.total = total
-        self.done = 0
-        self.begin = time.monotonic()
-        if self.live:
-            with contextlib.suppress(OSError):
-                self.live.refresh()
+        if self.progress:
+            self.progress.remove_task(self.part)
+            self.part = self.progress.add_task(" | ".join(filter(None, [self.headline, activity])), total=total or None)
 
     def advance(self, count):
-        self.done += count
-        if not self.live and time.monotonic() - self.said > QUIET_SECONDS:
-            self.say(self.line().plain)
-
-    def line(self):
-        """The line for rich: the most important part first, cut at the terminal's width."""
-        count = f" {round(self.done, 1):,}/{self.total:,}" if self.total else ""
-        activity = f"{self.activity}{count}, {time.monotonic() - self.begin:.0f} s"
-        text = " | ".join(filter(None, [self.headline, activity, self.metrics]))
-        return Text(text, no_wrap=True, overflow="ellipsis")
+        if self.progress:
+            self.progress.advance(self.part, count)
 
     def say(self, text):
         """Prints text above the line, in the first process of all; what is not printable in it, but the ends of lines,
@@ -75,10 +53,9 @@ class Screen:
         if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
             return
         text = "\n".join(map(visible, text.split("\n")))
-        self.said = max(self.said, time.monotonic())
         try:
-            if self.live:
-                self.live.console.print(Text(text), soft_wrap=True)  # so that copied text has no line breaks of ours
+            if self.progress:
+                self.progress.console.print(Text(text), soft_wrap=True)  # copied text has no line breaks of ours
             else:
                 print(text, flush=True)  # rich would end the process at a closed pipe
         except (OSError, ValueError):  # `| head` has ended, or a disk is full; Python's last flush would fail, too

@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -30,12 +30,11 @@ from transformers import GenerationMixin
 
 from algos import dpo, sft
 from benchmarks.tables import by_step
-from common import launch, terminal
 from common import logging as report
+from common import terminal
 from common.checkpoint import environment
 from common.cli import parse
 from common.data import encode_prompts
-from common.launch import accumulate
 from common.logging import Run, draw_curves
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
@@ -271,7 +270,7 @@ def test_best_and_last_model(algo, whole):
 def test_what_a_run_leaves_and_prints(algo, whole):
     folder, process = whole(algo)
     names = "README.md checkpoints config.yaml curve.png env.json hf_model metrics.jsonl perf.jsonl samples.jsonl"
-    expected = {".lock", ".best", *names.split()} | ({"images"} if algo == "ddpo" else set())
+    expected = {".lock", *names.split()} | ({"images"} if algo == "ddpo" else set())
     expected |= {"rollouts.jsonl"} if algo in ("ppo", "grpo") else set()
     assert {path.name for path in folder.iterdir()} == expected | {"hf_model_best"}
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -303,28 +302,25 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert f"\n{step}/{step} | {' | '.join(status)} | " in process.out
 
 
-def test_what_the_last_line_remarks():
+def test_what_the_last_line_says():
     """Rows are compared with themselves: changes 1, 1, 0, 0, 0 have the mean 0.4 and the standard error 0.245."""
 
-    def remark(*changes, name="eval/reward", **more):
+    def said(*changes, name="eval/reward", **more):
         rows = []
         for step, share in ((0, 0), (3, 99), (9, 1)):
             for value, change in zip((0.0, 3.0, -1.0, 0.5, 7.0), changes, strict=True):
                 rows.append({"step": step, "reward": value + share * change, **more})
-        return report.remark(rows, name, (0, 1.9), (9, 1.9 + fmean(changes)))
+        records = [{"step": 0, name: 1.9}, {"step": 3, name: None}, {"step": 9, name: 1.9 + fmean(changes)}]
+        return report.change_of(records, rows, name)
 
-    same, worse = " (no change: within twice its standard error)", " (worse than at the start)"
-    far = worse.replace("worse", "far worse")
-    assert remark(1, 1, 0, 0, 0) == remark(0, 0, 0, 0, 0) == remark(-1, -1, 0, 0, 0) == same
-    assert remark(1, 1, 1, 0, 0) == "" and remark(-1, -1, -1, 0, 0) == worse
-    assert remark(1, 1, 0, 0, 0, name="eval/x/reward", set="x") == same
-    assert remark(1, 1, 0, 0, 0, name="eval/y/reward", set="x") == ""  # of this set there are no rows
-    assert report.remark([], "eval/loss", (0, 1.0), (9, 1.5)) == worse
-    assert report.remark([], "eval/loss", (0, 1.0), (9, 1.51)) == far
-    assert report.remark([], "eval/reward", (0, -1.0), (9, -1.6)) == far
-    assert remark(-2, -2, -1, -1, -1) == far and remark(9, 9, -19, -19, -1) == same
-    assert report.remark([], "eval/loss", (0, 1.0), (9, 0.5)) == ""
-    assert report.remark([], "train/loss", (1, 1.0), (9, 2.0)) == ""  # of other rows
+    noise = "eval/reward 1.9 -> 2.3 (no change: within twice its standard error, 0.24)"
+    assert said(1, 1, 0, 0, 0) == noise
+    assert said(1, 1, 1, 0, 0) == "eval/reward 1.9 -> 2.5 (standard error of the change: 0.24)"
+    assert said(-1, -1, -1, 0, 0) == "eval/reward 1.9 -> 1.3 (standard error of the change: 0.24)"
+    assert said(1, 1, 0, 0, 0, name="eval/x/reward", set="x") == noise.replace("eval/", "eval/x/")
+    assert said(1, 1, 0, 0, 0, name="eval/y/reward", set="x") == "eval/y/reward 1.9 -> 2.3"  # of this set: no rows
+    assert said(1, 1, 0, 0, 0, name="train/reward") == "train/reward 1.9 -> 2.3"  # of other rows
+    assert report.change_of([{"step": 0}], [], "eval/loss") == ""
 
 
 USED = {  # what the lines of use print; ppo.py, grpo.py and dpo.py write those of sft.py
@@ -344,22 +340,6 @@ def test_the_lines_of_use_run(algo, whole, scripts, work):
     assert re.match(USED[algo], process.out) and not re.search("safety|not expected|newly init", process.err)
     if algo == "ddpo":
         assert Image.open(work / "sample.png").size == (24, 8)
-
-
-def test_an_evaluation_far_below_the_first_is_told(work, tmp_path, capsys):
-    """At once, not only in the last line: here the reward falls to a tenth, then it is itself again."""
-    calls = []
-
-    def reward(outputs, **columns):
-        calls.append(1)
-        return [0.1 + place / 100 if len(calls) == 5 else 1.0 + place / 100 for place in range(len(outputs))]
-
-    script = importlib.import_module("algos.ppo")
-    args = parse([*flags(work, "ppo"), "--eval-every", "4", "--run-dir", str(tmp_path / "run")], script.Args)
-    args.reward = reward
-    script.main(args)
-    told = re.findall("warning: eval/reward .*", capsys.readouterr().out)
-    assert told == ["warning: eval/reward 1.02 -> 0.12 (far worse than at the start): a lower --lr may help"]
 
 
 # ---- Other flags -----------------------------------------------------------------------------------------------------
@@ -543,8 +523,10 @@ DRAWN = """import sys
 sys.path.insert(0, {root!r})
 from common.terminal import screen
 screen.start()
+screen.headline = "3/8"
 screen.show("sampling", 8)
-screen.metrics = "metric " * 20
+screen.advance(2)
+screen.progress and screen.progress.refresh()
 screen.say("words " * 20 + "[red]\\x1b[")
 print("of a reward")
 screen.show("saving")
@@ -560,9 +542,9 @@ def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
     drawn = in_terminal(f"{sys.executable} shown.py", tmp_path)
     said = "words " * 20 + "[red]\\x1b[\r\n"
     assert piped == f"{said}of a reward\r\nend\r\n"  # `| tee log` would print into the line
-    assert f"\r\x1b[2K{said}" in drawn and "\r\x1b[2Kof a reward\r\n" in drawn
-    assert "\r\x1b[2Ksaving, 0 s | " + ("metric " * 20)[:35] + "…\r" in drawn
-    assert drawn.endswith("\x1b[1A\x1b[2Kend\r\n")
+    plain = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", drawn)
+    assert said in plain and "\rof a reward\r\n" in plain and plain.endswith("end\r\n")
+    assert "3/8 | sampling" in plain and "2/8" in plain
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there
 
 
@@ -592,34 +574,6 @@ def test_a_table_loses_no_letter(monkeypatch):
     assert lines_of_row[0].split()[-4:] == ["0.5", "17", "1", "0.123"]
 
 
-def test_long_parts_in_a_pipe(capsys, monkeypatch):
-    """After half a minute in which nothing was said, a line says how far they are; only in the first process."""
-    clock = [0.0]
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
-
-    def run(screen):
-        screen.start()
-        screen.show("sampling", 512)
-        for seconds in (10, 19, 2, 29, 2):
-            clock[0] += seconds
-            screen.advance(64)
-        screen.show("optimizer steps", 2)
-        clock[0] += 31
-        plain = {"no_sync": nullcontext, "distributed_type": "NO", "device": torch.device("cpu"), "num_processes": 1}
-        for _ in accumulate(SimpleNamespace(**plain), None, [["a"], ["b"], ["c"]]):
-            pass
-        screen.stop()
-        screen.advance(1)
-
-    monkeypatch.setattr("common.launch.screen", terminal.Screen())
-    run(launch.screen)
-    said = ["sampling 192/512, 31 s", "sampling 320/512, 62 s", "optimizer steps 0.3/2, 31 s"]
-    assert capsys.readouterr().out.splitlines() == said
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    run(terminal.Screen())
-    assert capsys.readouterr().out == ""
-
-
 def test_the_time_left_is_of_later_iterations(monkeypatch, capsys):
     """Here loading and the first evaluation take 100 s, the first iteration 50 s and the others 10 s each. Only the
     first estimate is that of the first iteration."""
@@ -630,7 +584,7 @@ def test_the_time_left_is_of_later_iterations(monkeypatch, capsys):
     run.args = SimpleNamespace(check=False, seed=1)
     run.kept = SimpleNamespace(iteration=3)  # it continues
     run.__dict__ |= {"main": True, "first_step": 6, "num_iterations": 8, "steps_per_iteration": 2, "total_steps": 16}
-    run.__dict__ |= {"shown": [], "logged": {}, "last_line": -9.0}
+    run.__dict__ |= {"shown": [], "logged": {}}
     clock[0] += 100
     for iteration in run.iterations():
         clock[0] += 50 if iteration == 4 else 10
@@ -675,7 +629,7 @@ def test_panels_of_a_run(drawn):
     """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
     title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
     assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
-    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:100]
+    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:80]
     assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
     assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
@@ -696,25 +650,6 @@ def test_panels_share_names(drawn):
         records = [{"step": step, **dict.fromkeys(names, step + 0.5)} for step in range(3)]
         _, found = drawn(records, names[:4])
         assert [" ".join(lines) for lines in found.values()] == expected
-
-
-def test_when_pictures_are_drawn(monkeypatch, typed, work, capsys):
-    """At every evaluation but the first, and at the end. One that fails stops nothing."""
-    calls = []
-
-    def draw(records, names, title, path):
-        calls.append((records[-1]["step"], names[0], title))
-        if title.startswith("fails: "):
-            raise OSError("No space\nleft")
-
-    monkeypatch.setattr(report, "draw_curves", draw)
-    flags = "--total-steps 6 --eval-every 2 --save-every 0 --run-dir"
-    _, folder = typed("sft", flags, "run")
-    assert calls == [(step, "eval/loss", f"run: {work}/model") for step in (2, 4, 6)]
-    capsys.readouterr()
-    _, fails = typed("sft", flags, "fails")
-    assert capsys.readouterr().out.count("warning: curve.png could not be drawn: No space left\n") == 3
-    assert (fails / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
 
 
 # ---- Card ------------------------------------------------------------------------------------------------------------
@@ -769,10 +704,10 @@ def test_a_card():
 
 
 def test_the_command_of_a_card_names_its_launcher(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["algos/ppo.py", "--name", "a b"])
+    monkeypatch.setattr(sys, "argv", ["algos/ppo.py", "--run-dir", "a b"])
     for processes, launcher in ((1, "python"), (2, "torchrun --nproc_per_node 2")):
         found = environment(SimpleNamespace(num_processes=processes, device=torch.device("cpu")))
-        assert found["command"] == f"{launcher} algos/ppo.py --name 'a b'"
+        assert found["command"] == f"{launcher} algos/ppo.py --run-dir 'a b'"
 
 
 NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from harness import BIN, ROOT, command, files, flags, launch, lines, once, same, torchrun
+from harness import BIN, ROOT, at, command, files, flags, launch, lines, once, same, torchrun
 from helpers import equal, weights
 
 
@@ -20,10 +20,10 @@ def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
 def test_the_default_directory_is_named_by_what_decides_the_result(scripts, work, tmp_path):
     """What does: test_identity.py."""
     short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
-    for more in [], ["--name", "mine", "--micro-batch-size", "2"]:
-        scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
-    mine, run = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run) and mine == run.replace("ppo", "mine")
+    for more in [], ["--micro-batch-size", "2"]:
+        process = scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
+    [run] = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run.name) and f"runs/{run.name} is finished" in process.out
 
 
 def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work, ended, tmp_path):
@@ -41,33 +41,32 @@ PLAN = """
 import sys
 sys.path.insert(0, {root!r})
 from common.logging import Run
-original = Run.log_evaluation
+planned = Run.log_evaluation
 def log_evaluation(run, step, metrics):
-    original(run, step, metrics | {{run.headline: {plan}.get(step, 9.0)}})
+    planned(run, step, metrics | {{run.headline: {plan}.get(step, 9.0)}})
 Run.log_evaluation = log_evaluation
 """
-LONGER = ("--total-steps", "20", "--keep-checkpoints", "9")
-OTHER_ROWS = ["--resume", "run", "--eval-dataset", "rows.jsonl"]
 BEST = {  # what: (losses of the first run's evaluations, how it goes on, losses there, steps of the best model)
-    "the last one": ({8: 2, 12: 1}, ["--resume", "run"], {16: 3, 20: 4}, 12),
-    "an earlier one": ({8: 1, 12: 2}, ["--resume", "run"], {16: 3, 20: 4}, 8),
-    "a discarded one": ({4: 3, 8: 1, 12: 2}, ["--resume", "run/checkpoints/step_00000006"], {8: 4, 12: 5}, 8),
-    "of other samples": ({8: 1}, ["--resume", "run", "--eval-temperature", "0.5"], {16: 3, 20: 4}, 16),
-    "of other rows": ({8: 1}, OTHER_ROWS, {16: 3, 20: 4}, 16),
-    "of another directory": ({8: 1}, ["--resume", "run/checkpoints/step_00000010", "--run-dir", "new"], {16: 3}, 16),
+    "the same command": ({8: 1, 12: 5}, [], {16: 3, 20: 4}, 8),
+    "other settings": ({8: 1, 12: 2}, ["--resume", "run", "--lr", "2e-2"], {16: 3, 20: 4}, 16),
+    "a discarded one": ({4: 3, 8: 1}, ["--resume", "run/checkpoints/step_00000006"], {8: 4, 12: 5}, 8),
+    "another directory": ({8: 1}, ["--resume", "run/checkpoints/step_00000010", "--run-dir", "new"], {16: 3}, 16),
 }
 
 
 @pytest.mark.case(103, "sft")
 @pytest.mark.parametrize("what", BEST)
 def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
-    """In a run that goes on with other settings; the losses are planned."""
+    """Also in a run that goes on with other settings; the losses are planned."""
     first, how, then, best = BEST[what]
-    argv = command(work, "sft", "run", "--keep-checkpoints", "9")
-    scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=first))
-    before = weights(tmp_path / "run/hf_model_best")
-    how = [work / word if word == "rows.jsonl" else word for word in how]
-    argv = once([*argv, *LONGER, *how, "--lr", "2e-2"])
+    longer = ["--total-steps", "20", "--keep-checkpoints", "9"]
+    patch = PLAN.format(root=str(ROOT), plan=first)
+    if how:
+        scripts.run(command(work, "sft", "run", "--keep-checkpoints", "9"), tmp_path, patch=patch)
+    else:
+        kill = at("common.logging", "Run.stop_requested", 13)
+        scripts.run(command(work, "sft", "run", *longer), tmp_path, expect=-9, patch=patch + kill)
+    argv = once([*command(work, "sft", "run", *longer), *how])
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
     folder = tmp_path / ("new" if "new" in how else "run")
     state = json.loads((folder / "checkpoints/step_00000020/state.json").read_text())
@@ -75,7 +74,6 @@ def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     found = weights(folder / "hf_model_best")
     of_step = weights(folder / f"checkpoints/step_{best:08d}")
     assert equal(found, {name: of_step[name] for name in found})
-    assert equal(found, before) == (what in ("the last one", "an earlier one"))
 
 
 def test_config_yaml_repeats_the_run(scripts, work, whole, tmp_path):
@@ -111,20 +109,15 @@ def test_track_wandb_offline(scripts, work, whole, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [name], "no wandb directory elsewhere"
 
 
-FAILING = [
-    pytest.param("wandb", "", marks=pytest.mark.case(61, "ppo")),  # has neither key nor network
-    ("tensorboard", " from here on: pip install tensorboard"),  # for which requirements.txt does not ask
-]
-
-
-@pytest.mark.parametrize(("tracker", "advice"), FAILING)
-def test_a_tracker_that_fails_is_a_warning(tracker, advice, scripts, work, whole, tmp_path):
-    if tracker == "tensorboard" and any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
+@pytest.mark.case(61, "ppo")
+def test_a_tracker_that_cannot_start_ends_the_run(scripts, work, whole, tmp_path):
+    """Without it the same command goes on: trackers are no part of what decides the result."""
+    if any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
         pytest.skip("tensorboard is installed")
-    (tmp_path / "home").mkdir()
-    env = {"HOME": str(tmp_path / "home"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    process = scripts.run(command(work, "ppo", "run", "--track", tracker), tmp_path, **env)
-    assert process.out.count(f"warning: --track {tracker} is off{advice}") == 1
+    argv = command(work, "ppo", "run")
+    process = scripts.run([*argv, "--track", "tensorboard"], tmp_path, expect=2)
+    assert process.err == "error: --track tensorboard: pip install tensorboard\n"
+    scripts.run(argv, tmp_path)
     same(tmp_path / "run", whole("ppo")[0])
 
 

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from test_adapters import DATA, run
 
 from algos import ddpo, ppo, reward, sft
-from common.checkpoint import sha256
 from common.cli import InputError
 
 
@@ -35,13 +34,6 @@ def marker(tmp_path):
     assert path.exists()
     path.unlink()
     return path
-
-
-def forge(checkpoint, name):
-    """The manifest of a checkpoint has the checksum of a changed file."""
-    manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
-    manifest[name]["sha256"] = sha256(checkpoint / name)
-    (checkpoint / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.case(59)
@@ -84,8 +76,7 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
 
 @pytest.mark.case(59, "sft")
 def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
-    """Files beside the known ones are not opened; a pickle in their place does not match the manifest, and where the
-    manifest was forged, too, it is no safetensors file."""
+    """Files beside the known ones are not opened; a pickle in their place is no safetensors file."""
     _, run_dir = run(sft, gpt2_dir, tmp_path / "run")
     newest = max((run_dir / "checkpoints").iterdir())
     for name in ("optimizer.pt", "scheduler.bin", "rng_state.pth", "extra.pkl"):
@@ -93,11 +84,8 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     metrics, _ = run(sft, gpt2_dir, tmp_path / "more", resume=str(newest), total_steps=5)
     assert metrics["eval/loss"] > 0
     torch.save(Bomb(marker), newest / "optim.safetensors")
-    with pytest.raises(InputError, match="optim.safetensors does not match its checksum"):
-        run(sft, gpt2_dir, tmp_path / "next", resume=str(newest), total_steps=5)
-    forge(newest, "optim.safetensors")
     with pytest.raises(SafetensorError):
-        run(sft, gpt2_dir, tmp_path / "forged", resume=str(newest), total_steps=5)
+        run(sft, gpt2_dir, tmp_path / "next", resume=str(newest), total_steps=5)
     assert not marker.exists()
 
 
@@ -130,8 +118,8 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
     (run / "config.yaml").write_text(f"reward: {evil}\nmetric: {evil}\n")
     newest = run / f"checkpoints/step_{steps[-1]:08d}"
     state = json.loads((newest / "state.json").read_text())
+    state["run"]["flags"] = env["flags"]
     (newest / "state.json").write_text(json.dumps(state | {"reward": evil, "model": evil, "metric": evil}))
-    forge(newest, "state.json")
     process = scripts.run(command(work, algo, "mine", "--resume", newest), tmp_path)
     assert f"continuing from {newest}" in process.out and f"was {evil}" in process.out
     assert f"; its own flags are --config {newest.parents[1]}/config.yaml; what differs:\n" in process.out

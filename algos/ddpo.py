@@ -705,7 +705,7 @@ def add_lora(unet, args):
 
 
 def summary(run, policy, data):
-    """A few lines on what is trained, and on which data."""
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     tokenizer = policy.pipeline.tokenizer
     prompts = [row["prompt"] for row in data.rows]
@@ -715,16 +715,12 @@ def summary(run, policy, data):
     with_noise = trained_steps(policy.schedule)
     steps = steps_per_image(args, with_noise)
     pairs = args.batch_size // run.accelerator.num_processes * steps
-    lines = [
-        run.describe(policy.pipeline.unet),
-        f"data: {len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
-        f"lr {args.lr:g} {args.lr_schedule}, cliprange {args.cliprange:g}, guidance {args.guidance_scale:g}, "
-        f"eta {args.eta:g}",
-        f"epochs: {args.num_epochs}, each with {args.rollout_batch_size} images of {args.num_inference_steps} steps, "
+    return {
+        "data": f"{len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
+        "epochs": f"{args.num_epochs}, each with {args.rollout_batch_size} images of {args.num_inference_steps} steps, "
         f"{len(with_noise)} of them with noise, then optimizer steps: {run.steps_per_iteration} of {args.batch_size} "
         f"images x {steps} steps, {pairs} pairs per process, {args.micro_batch_size} per forward pass",
-    ]
-    return "\n".join(lines)
+    }
 
 
 def sampling_code(args, unet):
@@ -794,7 +790,7 @@ def main(args):
     # values that checkpoints keep: state.rewards
     state = run.begin(unet, optimizer, pipeline.unet, args.num_epochs, shown, steps_per_iteration=steps, rewards={})
     stats = PerPromptStats(args.stat_buffer_size, args.stat_min_count, state.rewards)
-    run.say(summary(run, policy, data))
+    run.tell(pipeline.unet, summary(run, policy, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, policy, data, args))
         run.save(run.first_step, save_pipeline)

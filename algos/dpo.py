@@ -452,9 +452,15 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """A few lines on what is trained, and on which data."""
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
+    responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
+    for warning in untrained_end(tokenizer, end_tokens(lm), responses):
+        run.say(warning)
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
+    tokens = (
+        f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
+    )
     chosen, rejected, prompt_length, *_ = data.pairs[0]
     prompt = tokenizer.decode(chosen[:prompt_length])
     chosen = tokenizer.decode(chosen[prompt_length:])
@@ -462,20 +468,17 @@ def summary(run, lm, tokenizer, data, max_length):
     reference = "none"
     if not args.reference_free:
         reference = "the model at the start" if args.ref_model is None else "a model of its own"
-    responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
-    lines = [
-        *untrained_end(tokenizer, end_tokens(lm), responses),
-        run.describe(lm),
-        f"data: {data.report}",
-        f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: [{prompt[-400:]!r}] | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
-        f"lr {args.lr:g} {args.lr_schedule}, beta {args.beta:g}, reference: {reference}, at most {max_length} "
-        f"tokens per text, {args.max_new_tokens} new tokens",
-        run.plan(len(data.pairs), "pairs"),
-    ]
+    facts = {
+        "loss": f"{args.loss_type}, beta {args.beta:g}, label smoothing {args.label_smoothing:g}, "
+        f"SFT coefficient {args.sft_coef:g}",
+        "reference": reference,
+        "data": f"{data.report}\n{tokens}",
+        "first pair": f"[{prompt[-400:]!r}] | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
+        "steps": run.plan(len(data.pairs), "pairs"),
+    }
     if data.prompts:
-        lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return "\n".join(lines)
+        facts["samples"] = f"of {len(data.prompts)} prompts at each evaluation"
+    return facts
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -515,7 +518,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
-    run.say(summary(run, lm, tokenizer, data, max_length))
+    run.tell(lm, summary(run, lm, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
         metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
         run.log_evaluation(run.first_step, metrics)

@@ -436,24 +436,19 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-def summary(run, lm, data):
-    """A few lines on what is trained, and on which data."""
+def summary(run, data):
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
+    share = args.batch_size // run.accelerator.num_processes
+    num_groups = args.rollout_batch_size // args.group_size
     reference = "a model of its own" if args.ref_model else "the model at the start"
-    lines = [
-        f"{run.describe(lm)}; reference: {reference if args.kl_coef else 'none'}",
-        f"data: {data.report}",
-        f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, advantages {args.advantage_kind}, "
-        f"policy loss {args.policy_loss}, ratios by {args.ratio_level}, loss mean by {args.loss_mean}, "
-        f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes",
-        f"iterations: {args.num_iterations}, each with {args.rollout_batch_size // args.group_size} groups of "
-        f"{args.group_size} episodes, then optimizer steps: {run.steps_per_iteration} of {args.batch_size} episodes, "
-        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
-        "once",
-    ]
-    if args.stop:
-        lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    return {
+        "reference": reference if args.kl_coef else "none",
+        "data": data.report,
+        "iterations": f"{args.num_iterations}, each of {num_groups} groups of {args.group_size} episodes",
+        "steps": f"{run.steps_per_iteration} per iteration, each of {args.batch_size} episodes: {share} per process, "
+        f"{args.micro_batch_size} of the longest at once",
+    }
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -494,7 +489,7 @@ def main(args):
         headline = "objective/kl"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     run.begin(model, optimizer, lm, args.num_iterations, [headline, *in_status], args.steps_per_iteration)
-    run.say(summary(run, lm, data))
+    run.tell(lm, summary(run, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)

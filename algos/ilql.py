@@ -655,26 +655,22 @@ def normalize_rewards(data, args):
             episode.rewards[-1] -= mean / std
 
 
-def summary(run, policy, tokenizer, data):
-    """A few lines on what is trained, and on which data."""
+def summary(run, tokenizer, data):
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
+    tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {data.max_length}"
     first_row = data.episodes[0]
     is_action = [place in first_row.actions for place in range(len(first_row.ids))]
-    betas = " ".join(f"{beta:g}" for beta in args.betas)
     syncs = run.total_steps // args.steps_for_target_q_sync
     taken_over = 1 - (1 - args.polyak_alpha) ** syncs
-    lines = [
-        run.describe(policy),
-        f"data: {data.report}{data.eval_report}",
-        f"tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first row, [not actions]: {marked(tokenizer, first_row.ids, is_action)[:800]}; its return, as used: "
+    return {
+        "data": f"{data.report}{data.eval_report}\n{tokens}",
+        "first row": f"{marked(tokenizer, first_row.ids, is_action)[:800]}   [not actions]; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
-        f"lr {args.lr:g} {args.lr_schedule}, beta {betas}, at most {data.max_length} tokens per row, "
-        f"{args.max_new_tokens} new tokens; targets move {taken_over:.0%} of the way to Q",
-        run.plan(len(data.episodes), "rows"),
-    ]
-    return "\n".join(lines)
+        "targets": f"move {taken_over:.0%} of the way to Q",
+        "steps": run.plan(len(data.episodes), "rows"),
+    }
 
 
 def usage(metric, args):
@@ -725,7 +721,7 @@ def main(args):
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     evaluates = bool(data.eval_sets or data.metric)
     run.begin(model, optimizer, lm, total_steps, ["losses/loss", *IN_STATUS], evaluates=evaluates)
-    run.say(summary(run, policy, tokenizer, data))
+    run.tell(policy, summary(run, tokenizer, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)

@@ -531,23 +531,17 @@ def make_policy(args, path, lm):
     return policy.to(lm.device)
 
 
-def summary(run, policy, data):
-    """A few lines on what is trained, and on which data."""
+def summary(run, data):
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
-    reference = "a model of its own" if args.ref_model else "the model at the start"
-    lines = [
-        f"{run.describe(policy)}; reference: {reference}",
-        f"data: {data.report}",
-        f"lr {args.lr:g} {args.lr_schedule}, KL coefficient {args.kl_coef:g}, value loss x {args.vf_coef:g}, "
-        f"{args.max_new_tokens} new tokens, {args.total_episodes} episodes, {args.ppo_epochs} PPO epochs",
-        f"iterations: {args.num_iterations}, each with {args.rollout_batch_size} episodes, then optimizer steps: "
-        f"{run.steps_per_iteration} of {args.batch_size} episodes, "
-        f"{args.batch_size // run.accelerator.num_processes} per process, {args.micro_batch_size} of the longest at "
-        "once",
-    ]
-    if args.stop:
-        lines[-1] += f"; stops: {list(args.stop)}"
-    return "\n".join(lines)
+    share = args.batch_size // run.accelerator.num_processes
+    return {
+        "reference": "a model of its own" if args.ref_model else "the model at the start",
+        "data": data.report,
+        "iterations": f"{args.num_iterations}, each of {args.rollout_batch_size} episodes",
+        "steps": f"{run.steps_per_iteration} per iteration, each of {args.batch_size} episodes: {share} per process, "
+        f"{args.micro_batch_size} of the longest at once",
+    }
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -587,7 +581,7 @@ def main(args):
     )  # fmt: skip
     if args.kl_target is None:
         state.kl_coef = args.kl_coef  # the flag may be another one with --resume
-    run.say(summary(run, policy, data))
+    run.tell(policy, summary(run, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)

@@ -297,20 +297,19 @@ def export_classifier(run, lm, tokenizer, name):
     run.export(lm, tokenizer, name)
 
 
-def summary(run, lm, new_head, data, max_length):
-    """A few lines on what is trained, and on which data."""
-    args = run.args
+def summary(run, new_head, data, max_length):
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, _ in data.pairs)
+    tokens = (
+        f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
+    )
     prompt, chosen, rejected = data.texts[0]
-    lines = [
-        f"{run.describe(lm)}; head: {'new' if new_head else 'that of --model'}",
-        f"data: {data.report}",
-        f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}",
-        f"first pair: {prompt[-400:]!r} | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per text",
-        run.plan(len(data.pairs), "pairs"),
-    ]
-    return "\n".join(lines)
+    return {
+        "head": "new" if new_head else "that of --model",
+        "data": f"{data.report}\n{tokens}",
+        "first pair": f"{prompt[-400:]!r} | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
+        "steps": run.plan(len(data.pairs), "pairs"),
+    }
 
 
 def example_of_scoring(lm, tokenizer, data):
@@ -359,7 +358,7 @@ def main(args):
     if data.eval_sets and args.eval_every:
         headline = f"{set_prefix(next(iter(data.eval_sets)))}accuracy"
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=bool(data.eval_sets))
-    run.say(summary(run, lm, new_head, data, max_length))
+    run.tell(lm, summary(run, new_head, data, max_length))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, score, data, args))
         run.save(run.first_step, export)

@@ -215,22 +215,20 @@ def encode(data, lm, tokenizer, args):
 
 
 def summary(run, lm, tokenizer, data, max_length):
-    """A few lines on what is trained, and on which data."""
-    args = run.args
+    """What is trained, and on which data: {name: text} for `Run.tell`."""
+    for warning in untrained_end(tokenizer, end_tokens(lm), [labels for _, labels in data.examples]):
+        run.say(warning)
     lengths = sorted(len(ids) for ids, _ in data.examples)
+    tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
     ids, labels = data.examples[0]
-    lines = [
-        *untrained_end(tokenizer, end_tokens(lm), [labels for _, labels in data.examples]),
-        run.describe(lm),
-        f"data: {data.report}; tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
-        f"{data.eval_report}",
-        f"first row, [without loss]: {marked(tokenizer, ids, [label != -100 for label in labels])[:800]}",
-        f"lr {args.lr:g} {args.lr_schedule}, at most {max_length} tokens per row, {args.max_new_tokens} new tokens",
-        run.plan(len(data.examples), "rows"),
-    ]
+    facts = {
+        "data": f"{data.report}{data.eval_report}\n{tokens}",
+        "first row": f"{marked(tokenizer, ids, [label != -100 for label in labels])[:800]}   [without loss]",
+        "steps": run.plan(len(data.examples), "rows"),
+    }
     if data.prompts:
-        lines[-1] += f"; evaluations sample {len(data.prompts)} prompts"
-    return "\n".join(lines)
+        facts["samples"] = f"of {len(data.prompts)} prompts at each evaluation"
+    return facts
 
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
@@ -261,7 +259,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
-    run.say(summary(run, lm, tokenizer, data, max_length))
+    run.tell(lm, summary(run, lm, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)

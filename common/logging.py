@@ -4,6 +4,7 @@ An iteration has one line in metrics.jsonl and its evaluation another, so nothin
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import itertools
@@ -32,7 +33,7 @@ from common.cli import InputError, Stopped, flag_of
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
 from common.seeding import rng, seed_libraries, stream_rows
-from common.terminal import WIDEST, screen, table_of, visible
+from common.terminal import WIDEST, facts_of, screen, table_of, visible
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
@@ -260,25 +261,25 @@ class Run:
             self._begin()  # a directory with files is then one of a run, also if the tracker cannot start
         open_tracker(self.accelerator, self.args, self.dir, self.identity)
 
-    def describe(self, model):
-        """The first line of a summary: what is trained, in which types, and where."""
+    def tell(self, model, facts):
+        """Prints what is trained, which flags are not at their defaults, and what a script adds, {name: text}."""
         total = sum(weight.numel() for weight in model.parameters())
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        types = f"{self.args.dtype} weights, {self.accelerator.mixed_precision} autocast"
-        processes = f"processes: {self.accelerator.num_processes}, threads of each: {torch.get_num_threads()}"
-        counts = f"{self.identity['algo']}: {total:,} parameters, {trained:,} trained"
-        return f"{counts}; {types}, {self.accelerator.device}, {processes}"
+        args = self.args
+        what = f"{total:,} parameters, {trained:,} trained; {args.dtype} weights, {args.mixed_precision} autocast, "
+        where = f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
+        where += f"threads of each: {torch.get_num_threads()}"
+        defaults = {field.name: describe(field.default) for field in dataclasses.fields(args)}
+        changed = [name for name, value in self.identity["flags"].items() if value != defaults[name]]
+        flags = ", ".join(f"{flag_of(name)} {self.identity['flags'][name]}" for name in changed)
+        self.say(facts_of({self.identity["algo"]: what + where, "flags": flags, **facts}))
 
     def plan(self, num_rows, unit):
-        """The sizes of a run over rows: the last line of a summary."""
-        args = self.args
-        epochs = self.total_steps * args.batch_size / num_rows
-        share = args.batch_size // self.accelerator.num_processes
-        line = f"epochs: {epochs:.3g}, steps: {self.total_steps}, each of {args.batch_size} {unit}: "
-        line += f"{share} per process, at most {args.micro_batch_size} per forward pass"
-        if getattr(args, "stop", ()):
-            line += f"; stops: {list(args.stop)}"
-        return line
+        """The sizes of a run over rows, for its summary."""
+        size = self.args.batch_size
+        share = size // self.accelerator.num_processes
+        each = f"{share} per process, at most {self.args.micro_batch_size} per forward pass"
+        return f"{self.total_steps} of {size} {unit} ({self.total_steps * size / num_rows:.3g} epochs): {each}"
 
     # -- the loop
 

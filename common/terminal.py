@@ -89,6 +89,18 @@ def table_of(rows, title=None, width=None):
     grid = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for row in rows:
         grid.add_row(*(Text(cell_text(value)) for value in row.values()))
+    return printed(grid, width)
+
+
+def facts_of(facts):
+    """{name: text} as the text of a table with a row for each, broken between words."""
+    grid = Table.grid(padding=(0, 2))
+    for name, text in facts.items():
+        grid.add_row(Text(name), Text("\n".join(map(visible, text.split("\n"))), overflow="fold"))
+    return printed(grid)
+
+
+def printed(grid, width=None):
     sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
-    return sheet.file.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in sheet.file.getvalue().rstrip().split("\n"))

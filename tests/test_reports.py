@@ -22,7 +22,7 @@ from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from harness import ALGOS, ROOT, flags, lines
 from harness import launch as launched
-from helpers import TEMPLATE, add_specials, jsonl, log, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -74,57 +74,57 @@ SHOWN = {  # on the card and in the status line, the headline first
     "dpo": "eval/vowels eval/rewards/accuracies train/loss rewards/accuracies rewards/margins",
     "ddpo": "eval/reward objective/scores objective/scores_std policy/approxkl policy/clipfrac",
 }
-SUMMARY = {
-    "ppo": """4,813 parameters, 4,813 trained; TYPES; reference: the model at the start
-data: 7 prompts; tokens: median 2, longest 3; first: 'b'
-lr 0.01 cosine, KL coefficient 0.05, value loss x 0.1, 6 new tokens, 48 episodes, 2 PPO epochs
-iterations: 6, each with 8 episodes, then optimizer steps: 4 of 4 episodes, 4 per process, 8 of the longest at once""",
-    "grpo": """4,476 parameters, 4,476 trained; TYPES; reference: the model at the start
-data: 7 prompts; tokens: median 2, longest 3; first: 'b'
-lr 0.01 cosine, KL coefficient 0.05, advantages std, policy loss clip, ratios by token, loss mean by sequence, \
-6 new tokens, 48 episodes
-iterations: 6, each with 4 groups of 2 episodes, then optimizer steps: 4 of 4 episodes, 4 per process, \
-8 of the longest at once""",
-    "ilql": """8,561 parameters, 6,687 trained; TYPES
-data: 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10, \
+SUMMARY = {  # behind its first lines, which are the same for all
+    "ppo": """reference the model at the start
+data 7 prompts; tokens: median 2, longest 3; first: 'b'
+iterations 6, each of 8 episodes
+steps 4 per iteration, each of 4 episodes: 4 per process, 8 of the longest at once""",
+    "grpo": """reference the model at the start
+data 7 prompts; tokens: median 2, longest 3; first: 'b'
+iterations 6, each of 4 groups of 2 episodes
+steps 4 per iteration, each of 4 episodes: 4 per process, 8 of the longest at once""",
+    "ilql": """data 23 rows, 0 cut, 0 dropped with no action left (--max-length 32), 23 ended; actions per row: 3 to 10,
 median 9; return 0.2754 +- 0.3122, scaled to 0 +- 1
---eval-dataset: 7 rows, 0 cut, 0 dropped with no action left (--max-length 32), 7 ended; actions per row: 3 to 10, \
+--eval-dataset: 7 rows, 0 cut, 0 dropped with no action left (--max-length 32), 7 ended; actions per row: 3 to 10,
 median 6
-tokens: median 10, longest 11
-first row, [not actions]: [s]da<eos>; its return, as used: 1.253
-lr 0.01 cosine, beta 0 4, at most 32 tokens per row, 6 new tokens; targets move 94% of the way to Q
-epochs: 4.17, steps: 12, each of 8 rows: 8 per process, at most 8 per forward pass""",
-    "sft": """4,476 parameters, 4,476 trained; TYPES
-data: 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200 tokens, \
-per row 3 to 10, median 9; tokens per row: median 10, longest 11
---eval-dataset: 7 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 87.0% of 54 \
+tokens per row: median 10, longest 11, at most 32
+first row [s]da<eos> [not actions]; its return, as used: 1.253
+targets move 94% of the way to Q
+steps 12 of 8 rows (4.17 epochs): 8 per process, at most 8 per forward pass""",
+    "sft": """data 23 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 88.5% of 200
+tokens, per row 3 to 10, median 9
+--eval-dataset: 7 rows, 0 cut at the end, 0 dropped with no label left (--max-length 32); labels on 87.0% of 54
 tokens, per row 3 to 10, median 6
-first row, [without loss]: [s]da<eos>
-lr 0.03 cosine, at most 32 tokens per row, 6 new tokens
-epochs: 4.17, steps: 12, each of 8 rows: 8 per process, at most 8 per forward pass; \
-evaluations sample 5 prompts""",
-    "reward": """4,488 parameters, 4,488 trained; TYPES; head: new
-data: 22 pairs, 0 dropped as longer than 32, 0 as equal
+tokens per row: median 10, longest 11, at most 32
+first row [s]da<eos> [without loss]
+steps 12 of 8 rows (4.17 epochs): 8 per process, at most 8 per forward pass
+samples of 5 prompts at each evaluation""",
+    "reward": """head new
+data 22 pairs, 0 dropped as longer than 32, 0 as equal
 --eval-dataset: 7 pairs, 0 dropped as longer than 32, 0 as equal
-tokens of the longer text: median 11, longest 11
-first pair: 's' | chosen: 'da' | rejected: 'busuidtkb'
-lr 0.01 cosine, at most 32 tokens per text
-epochs: 4.36, steps: 12, each of 8 pairs: 8 per process, at most 8 per forward pass""",
-    "dpo": """4,476 parameters, 4,476 trained; TYPES
-data: 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
+tokens of the longer text: median 11, longest 11, at most 32
+first pair 's' | chosen: 'da' | rejected: 'busuidtkb'
+steps 12 of 8 pairs (4.36 epochs): 8 per process, at most 8 per forward pass""",
+    "dpo": """loss sigmoid, beta 0.1, label smoothing 0, SFT coefficient 0
+reference the model at the start
+data 22 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
 --eval-dataset: 7 pairs; prompts: 0 cut; responses: 0 cut (--max-length 32); NONE
-tokens of the longer text: median 11, longest 11
-first pair: ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
-lr 0.01 cosine, beta 0.1, reference: the model at the start, at most 32 tokens per text, 6 new tokens
-epochs: 4.36, steps: 12, each of 8 pairs: 8 per process, at most 8 per forward pass; \
-evaluations sample 5 prompts""",
-    "ddpo": """46,481 parameters, 46,481 trained; TYPES
-data: 3 prompts, 3 to evaluate; first: 'a red circle'
-lr 0.001 cosine, cliprange 0.001, guidance 1, eta 1
-epochs: 6, each with 4 images of 2 steps, 2 of them with noise, then optimizer steps: 2 of 2 images x 2 steps, \
+tokens of the longer text: median 11, longest 11, at most 32
+first pair ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
+steps 12 of 8 pairs (4.36 epochs): 8 per process, at most 8 per forward pass
+samples of 5 prompts at each evaluation""",
+    "ddpo": """data 3 prompts, 3 to evaluate; first: 'a red circle'
+epochs 6, each with 4 images of 2 steps, 2 of them with noise, then optimizer steps: 2 of 2 images x 2 steps,
 4 pairs per process, 8 per forward pass""",
 }
 NONE = "0 dropped without room for a response, 0 as equal"
+SIZES = {
+    "ppo": "4,813 parameters, 4,813 trained",
+    "ilql": "8,561 parameters, 6,687 trained",
+    "reward": "4,488 parameters, 4,488 trained",
+    "ddpo": "46,481 parameters, 46,481 trained",
+    **dict.fromkeys(("grpo", "sft", "dpo"), "4,476 parameters, 4,476 trained"),
+}
 TYPES = "float32 weights, no autocast, cpu, processes: 1, threads of each: 1"
 # Iterations, their optimizer steps, and after how many steps a run of the harness evaluates; rows that it samples from.
 LENGTH = {"ppo": (6, 4, 8), "grpo": (6, 4, 8), "ddpo": (6, 2, 4)}
@@ -290,8 +290,10 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     assert curve in process.out and process.out.endswith(f"\n\n{usage}\n\n{places}") and process.err == ""
 
     # the first lines, and the status
-    summary = SUMMARY[algo].replace("TYPES", TYPES).replace("NONE", NONE)
-    assert process.out.startswith(f"{algo}: {summary}\nsamples at step 0 ")
+    printed = " ".join(process.out.split())  # the table breaks lines between words
+    assert printed.startswith(f"{algo} {SIZES[algo]}; {TYPES} flags --")
+    assert ", --warmup-steps 3, " in printed
+    assert f" {' '.join(SUMMARY[algo].replace('NONE', NONE).split())} samples at step 0 " in printed
     status = []
     for name in names[algo in ("ilql", "dpo") :]:
         label = name.partition("/")[2]
@@ -437,29 +439,19 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
     assert calls == [references] * 2
 
 
-SAID = [  # flags, what the summary says of the reference or the head
-    ("ppo", "--ref-model MODEL", "; reference: a model of its own\n"),
-    ("grpo", "--kl-coef 0", "; reference: none\n"),
-    (
-        "sft",
-        "--stop a b --max-length 9",
-        "at most 9 tokens per row, 6 new tokens\nepochs: 4.17, steps: 12, each of 8 rows: ",
-    ),
-    ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
-    (
-        "ppo",
-        "--dataset SPACES",
-        "first: 'b '\n2 prompts end in a space, which many tokenizers join with the next word: ",
-    ),
+SAID = [  # flags, what the summary says
+    ("ppo", "--ref-model MODEL", " reference a model of its own data "),
+    ("grpo", "--kl-coef 0", " reference none data "),
+    ("sft", "--max-length 9", " longest 9, at most 9 first row "),
+    ("sft", "--stop a b --no-packing", ", --stop ['a', 'b'], "),
 ]
 
 
 @pytest.mark.parametrize(("algo", "words", "said"), SAID)
 def test_other_summaries(algo, words, said, typed, work, capsys):
-    Path("spaces.jsonl").write_text(jsonl([{"prompt": prompt, "shift": 1} for prompt in ("b ", "c\n", "d", "e ")]))
-    words = words.replace("MODEL", str(work / "model")).replace("SPACES", "spaces.jsonl")
+    words = words.replace("MODEL", str(work / "model"))
     typed(algo, words, "--check", "--eval-every", 0)
-    assert said in capsys.readouterr().out
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 # ---- Trackers --------------------------------------------------------------------------------------------------------

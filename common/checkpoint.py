@@ -102,14 +102,10 @@ def unpack_state(path, state, model, optimizer, frozen):
     weights = safetensors.torch.load_file(path / "model.safetensors")
     shapes = {name.removeprefix("module."): weight.shape for name, weight in model.state_dict().items()}
     trained = {name.removeprefix("module.") for name, weight in model.named_parameters() if weight.requires_grad}
-    others = [name for name, weight in weights.items() if weight.shape != shapes.get(name)]
-    others += sorted(trained - weights.keys())
+    fits = trained <= weights.keys() and all(weight.shape == shapes.get(name) for name, weight in weights.items())
     frozen_sum, _ = frozen
-    if not math.isclose(state["frozen"], frozen_sum, rel_tol=1e-9):  # threads change the last digits
-        others.append("frozen ones")
-    if others:
-        advice = "keep its --model and --lora-r, or give its model as --model without --resume"
-        raise InputError(f"--resume {path} holds other weights, such as {others[0]}: {advice}")
+    if not fits or not math.isclose(state["frozen"], frozen_sum, rel_tol=1e-9):  # threads change the last digits
+        raise InputError(f"--resume {path} holds other weights: keep its --model and --lora-r")
     if (path / "optim.safetensors").exists():
         moments = {}
         for key, value in safetensors.torch.load_file(path / "optim.safetensors").items():

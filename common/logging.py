@@ -96,7 +96,7 @@ class Run:
         self.made = False  # whether this process created the directory
         self.begun = False  # whether this process has written to it
         self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
-        self.lock = None
+        self.lock = self.checkpoint = None
         self.inputs = {}
         self.handlers = {}
         self.seconds = {}
@@ -370,6 +370,7 @@ class Run:
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
         self.saved_step = self.kept.step
+        self.checkpoint = self.dir / f"checkpoints/step_{self.saved_step:08d}"
 
     def say_what_is_kept(self, error):
         """After an error, saves the complete iteration if the weights are still its own, as after an error that all
@@ -377,15 +378,14 @@ class Run:
         if self.dir and self.stepped and error in shared_errors:
             with contextlib.suppress(InputError):
                 self._save()
-        newest = self.dir and max(self.dir.glob("checkpoints/step_????????"), default=None)
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            kept = "there was no checkpoint yet, so nothing is kept"
-            if newest:
-                command = environment(self.accelerator)["command"]
-                kept = f"step {int(newest.name[5:])} is saved; to continue: {command}"
-            self.say(f"stopped; {kept}")
-        elif newest and self.stepped:
-            place = self.path / newest.relative_to(self.dir)
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        if stopped and not self.checkpoint:
+            self.say("stopped; there was no checkpoint yet, so nothing is kept")
+        elif stopped:
+            command = environment(self.accelerator)["command"]
+            self.say(f"stopped; step {int(self.checkpoint.name[5:])} is saved; to continue: {command}")
+        elif self.checkpoint and self.stepped:
+            place = f"{self.path}/checkpoints/{self.checkpoint.name}"
             after = f"or with --resume {self.path} if you edit its files"
             error.add_note(f"the last step on disk is in {place}; the same command continues there, {after}")
 

@@ -12,15 +12,13 @@ import gzip
 import io
 import itertools
 import json
-import math
 import os
 import re
 from array import array
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -54,31 +52,23 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 # ---- Flags -> rows ---------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Sources:
-    """The rows and functions that the flags of a script name."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}
-    prompts: list  # rows that evaluations sample from, in a script without a reward
-    reward: Callable | None  # as `call_reward` is called; None: none, or a reward model, which is loaded later
-    metric: Callable | None  # as `call_metric` is called
-    rollout: Callable | None  # as `call_rollout` is called
-
-
 def read_data(
     dataset, eval_dataset, *, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS
 ):
-    """The `Sources` that these flags name. A script without a reward samples from --eval-prompts, or for a metric from
-    the first evaluation set. given: the keyword arguments of reward and metric besides the rows' other columns; a
-    function that does not take them is refused. It is called with the name that its flag gives it."""
+    """What these flags name: rows, eval_sets ({name: rows}), prompts, and reward, metric and rollout, which are called
+    as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy.
+
+    prompts: what a script without a reward samples from, --eval-prompts, or for a metric the first evaluation set.
+    given: the keyword arguments of reward and metric besides the rows' columns; InputError for a function that does not
+    fit them.
+    """
     metric_function = load_function(metric, "--metric")
     reward_function = None
     if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
         reward_function = load_function(reward, "--reward")
     rollout_function = load_function(rollout, "--rollout")
     rows = load_rows(dataset, "--dataset")
-    eval_sets = load_sets(eval_dataset, "--eval-dataset")
+    eval_sets = load_sets(eval_dataset)
     sets = [*eval_sets.values()]
     prompts = []
     if eval_prompts is not None:
@@ -91,13 +81,13 @@ def read_data(
     if rollout_function is None:  # else it may add columns that the others take
         check_parameters(reward_function, reward, [rows, *sets], given)
         check_parameters(metric_function, metric, [prompts] if prompts else sets or [rows], given)
-    return Sources(
-        rows,
-        eval_sets,
-        prompts,
-        reward_function and partial(call_reward, reward_function, reward),
-        metric_function and partial(call_metric, metric_function, metric),
-        rollout_function and partial(call_rollout, rollout_function, rollout),
+    return SimpleNamespace(
+        rows=rows,
+        eval_sets=eval_sets,
+        prompts=prompts,
+        reward=reward_function and partial(call_reward, reward_function, reward),
+        metric=metric_function and partial(call_metric, metric_function, metric),
+        rollout=rollout_function and partial(call_rollout, rollout_function, rollout),
     )
 
 
@@ -207,7 +197,7 @@ def rows_of_csv(text):
     return rows
 
 
-def load_sets(spec, flag):
+def load_sets(spec):
     """{name: rows} of the evaluation sets. A single one is named "". Several are a mapping, or sources separated by
     commas, which are named by file stem, split or function."""
     if not spec:
@@ -219,13 +209,13 @@ def load_sets(spec, flag):
     for source in map(str.strip, sources):
         name = source.split(":")[1] if ":" in source else Path(source).stem
         if name in sets:
-            raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
+            raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
         sets[name] = source
     if len(sets) < 2:
-        sets = build(spec, flag)
+        sets = build(spec, "--eval-dataset")
     if not isinstance(sets, dict):
         sets = {"": sets}
-    return {name: load_rows(data, f"{flag} {name}".strip()) for name, data in sets.items()}
+    return {name: load_rows(data, set_flag(name)) for name, data in sets.items()}
 
 
 def set_prefix(name):
@@ -274,7 +264,7 @@ def messages_of(row, column):
     return part if isinstance(part, list) else [part]
 
 
-def chat_text(tokenizer, messages, where, row, answering=False, anew=False, marked=False):
+def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
     """The messages as rendered by the chat template, with the row's tools. They end with an answer, or with answering
     where one begins; it goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {%
     generation %} and {% endgeneration %}."""
@@ -323,7 +313,7 @@ def chat_turns(tokenizer, row, where):
     prompt = messages_of(row, "prompt")
     completion = messages_of(row, "completion")
     messages = joined(prompt, completion)
-    parts = chat_text(tokenizer, messages, where, row, marked=True).split(MARK)
+    parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
     begin = len(messages) - len(completion)
     answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
@@ -332,10 +322,10 @@ def chat_turns(tokenizer, row, where):
     def text_before(i, **options):
         """What stands before answer i; before a first message this may be a system prompt of the template."""
         if i > begin or (prompt and len(messages) == len(prompt) + len(completion)):
-            return chat_text(tokenizer, messages[:i], where, row, answering=True, anew=True, **options)
+            return chat_text(tokenizer, messages[:i], row, where, answering=True, anew=True, **options)
         if prompt:
-            return chat_text(tokenizer, prompt, where, row, answering=True, **options)
-        empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], where, row)
+            return chat_text(tokenizer, prompt, row, where, answering=True, **options)
+        empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where)
         return empty.partition(MARK)[0]
 
     if prompt and len(parts) > 1:
@@ -349,17 +339,17 @@ def chat_turns(tokenizer, row, where):
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
-            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], where, row)]
+            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], row, where)]
         parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
     return parts
 
 
-def tell_left_out(tokenizer, chats, rows, flag):
-    """Says in one line what the template leaves out of the chats: tools, or a key of the messages of a role. Each is
-    tried in the first chat that has it, at its last place there."""
+def tell_left_out(tokenizer, chats, flag):
+    """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
+    role. Each is tried in the first chat that has it, at its last place there."""
     tried = set()
     left_out = []
-    for messages, row in zip(chats, rows, strict=True):
+    for messages, row in chats:
         others = {}  # {name: (messages, row) without it}
         if row.get("tools"):
             others["tools"] = (messages, row | {"tools": None})
@@ -375,8 +365,8 @@ def tell_left_out(tokenizer, chats, rows, flag):
         for name in others.keys() - tried:
             tried.add(name)
             with suppress(InputError):  # of a template that cannot do without
-                whole = chat_text(tokenizer, messages, flag, row, answering)
-                if chat_text(tokenizer, others[name][0], flag, others[name][1], answering) == whole:
+                whole = chat_text(tokenizer, messages, row, flag, answering)
+                if chat_text(tokenizer, *others[name], flag, answering) == whole:
                     left_out.append(name)
     if left_out:
         screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(sorted(left_out))}")
@@ -400,7 +390,7 @@ def row_segments(rows, tokenizer, flag):
     if is_chat(rows, ["prompt"]):
         require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_left_out(tokenizer, [joined(row["prompt"], row["completion"]) for row in rows], rows, flag)
+        tell_left_out(tokenizer, [(joined(row["prompt"], row["completion"]), row) for row in rows], flag)
         return turns
     if "dialogue" in columns:
         for number, row in enumerate(rows, 1):
@@ -423,11 +413,19 @@ def pair_texts(rows, tokenizer, flag):
     prompt is what chosen and rejected have in common, or ""."""
     require_columns(rows, SIDES, flag)
     if is_chat(rows, ["chosen"]):
-        pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        pairs = []
         chats = []
-        for side in SIDES:
-            chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
-        tell_left_out(tokenizer, chats, rows * 2, flag)
+        for number, row in enumerate(rows, 1):
+            where = f"{flag} row {number}"
+            whole = []
+            for side in SIDES:
+                chats.append((joined(messages_in(row, "prompt"), messages_of(row, side)), row))
+                whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
+            prompt = ""
+            if messages := prompt_messages(row):
+                prompt = chat_text(tokenizer, messages, row, where, answering=True)
+            pairs.append((prompt, *(added(text, prompt, where) for text in whole)))
+        tell_left_out(tokenizer, chats, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
     if "prompt" in rows[0]:
@@ -443,19 +441,6 @@ def split_pair(chosen, rejected):
     words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
     end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
     return common[:end], chosen[end:], rejected[end:]
-
-
-def chat_pair(tokenizer, row, where):
-    """(prompt, chosen, rejected) of a row of chats, as texts."""
-    begin = messages_in(row, "prompt")
-    whole = []
-    for side in SIDES:
-        whole.append(chat_text(tokenizer, joined(begin, messages_of(row, side)), f"{where}, {side}", row))
-    prompt = ""
-    messages = prompt_messages(row)
-    if messages:
-        prompt = chat_text(tokenizer, messages, where, row, answering=True)
-    return prompt, *(added(text, prompt, where) for text in whole)
 
 
 def prompt_messages(row):
@@ -498,15 +483,6 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     return encoded
 
 
-def check_known(tokenizer, text, ids):
-    """InputError for a marker of the tokenizer that the model has no embedding for: small versions of a model may
-    lack it."""
-    last = max(ids, default=0)
-    if last >= getattr(tokenizer, "num_embeddings", math.inf):
-        marker = f"{tokenizer.convert_ids_to_tokens(last)}, a marker of its tokenizer"
-        raise InputError(f"the model has no embedding for {marker}, which is in {text!r:.60}")
-
-
 def int32(ids):
     """Token ids in an array, which takes 4 bytes for each; a list takes up to 40, in every process."""
     return array("i", ids)
@@ -525,9 +501,8 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     if chat:
         prompts = []
         for number, row in enumerate(rows, 1):
-            where = f"{flag} row {number}"
-            prompts.append(chat_text(tokenizer, row["prompt"], where, row, answering=True))
-        tell_left_out(tokenizer, [row["prompt"] for row in rows], rows, flag)
+            prompts.append(chat_text(tokenizer, row["prompt"], row, f"{flag} row {number}", answering=True))
+        tell_left_out(tokenizer, [(row["prompt"], row) for row in rows], flag)
         rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")

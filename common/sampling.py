@@ -302,16 +302,11 @@ def generate_all(
             seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
-            added = gather_object(added)
-            kinds = {frozenset(row) for row in added}
-            differ = ["--rollout returned columns in one process that it did not return in another"]
-            on_each(accelerator, stop_if, differ if len(kinds) > 1 else [])
-            rows = [row | new for row, new in zip(rows, added, strict=False)]
+            rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
     screen.show("scoring")
-    gathered = gather_object(responses)[: len(queries)]
     output_ids = []
     trained = []
-    for segments in gathered:
+    for segments in gather_object(responses)[: len(queries)]:
         output_ids.append([])
         trained.append([])
         for ids, is_trained in segments:

@@ -340,20 +340,6 @@ def test_an_error_in_one_process_ends_all(gpt2_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def columns_of_one(sample, prompt_ids, seeds, tokenizer):
-    responses = tool(sample, prompt_ids, tokenizer)
-    return responses, {"won": [1.0] * len(seeds)} if os.environ["RANK"] == "1" else {}
-
-
-@pytest.mark.case(104, "grpo")
-def test_columns_of_one_process_are_refused(gpt2_dir, tmp_path):
-    rows = write(tmp_path / "rows.jsonl", [{"prompt": p} for p in PROMPTS])
-    argv = [ROOT / "algos/grpo.py", "--model", gpt2_dir, "--dataset", rows, "--reward", f"{__file__}:vowels"]
-    argv += ["--rollout", f"{__file__}:columns_of_one", "--total-episodes", 16, "--max-new-tokens", 5]
-    done = launch(torchrun(2), [*argv, "--run-dir", "run"], tmp_path, tmp_path, PYTHONPATH=str(ROOT / "tests"))
-    assert done.returncode != 0 and "--rollout returned columns in one process that it did not" in done.stderr
-
-
 def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     """A stop string may stand alone: it is not taken for a list of letters."""
     lengths = []

@@ -717,12 +717,6 @@ def test_what_a_template_leaves_out_is_said_in_one_line(template, messages, tool
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_options_of_a_row_that_are_none():
-    row = {"messages": [user("a"), answer("b")], "chat_template_kwargs": "{}"}
-    with refused("--dataset row 1: the chat template cannot render the messages: 'str' object is not a mapping$"):
-        with_labels([row], build_tokenizer(SMOL))
-
-
 def test_a_model_with_an_end_that_is_no_token(letters):
     """As GPT-2's 50256 beside a tokenizer of one's own."""
     letters.ends = [50256, EOS]
@@ -748,7 +742,7 @@ def test_arguments_of_tool_calls_become_mappings():
     for arguments, text in (('{"city":"Bergen"}', '{"city": "Bergen"}'), ({"a": 1}, '{"a": 1}'), ("no", '"no"')):
         function = {"name": "f", "arguments": arguments}
         message = answer("b") | {"tool_calls": [{"type": "function", "function": function}]}
-        assert chat_text(tokenizer, [user("a"), message], "row", {}) == "ab" + text
+        assert chat_text(tokenizer, [user("a"), message], {}, "row") == "ab" + text
         assert function["arguments"] == arguments  # the row is as it was
 
 
@@ -809,8 +803,6 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
     names = "rows.jsonl rows.json rows.csv rows.txt rows.jsonl.gz rows.parquet saved bom.jsonl crlf.jsonl"
     for name in [*names.split(), "lines.json", "list.jsonl"]:
         assert load_rows(name, "--dataset") == LINES, name
-    (tmp_path / "tabs.csv").write_bytes(b'\xef\xbb\xbftext\tn\r\n"ab"\t1\r\ncd\t2\r\n')
-    assert load_rows("tabs.csv", "--dataset") == [row | {"n": n} for row, n in zip(LINES, "12", strict=True)]
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk("splits")
     with refused("--dataset splits cannot be loaded: it has several splits: give one of them, such as splits/train$"):
         load_rows("splits", "--dataset")
@@ -819,28 +811,28 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
 ODD = {"prompt": "x;y", "answer": "1989-11-09", "code": "007", "none": "NA", "big": 2**70, "info": {"a": None}}
 
 
+TABLES = [  # name, bytes, rows
+    (
+        "semicolons.csv", b'prompt;day;code;reward;margin;truncated\r\n"x;y";1989-11-09;007;"[1, 2.5]";;True',
+        [{"prompt": "x;y", "day": "1989-11-09", "code": "007", "reward": [1, 2.5], "margin": None, "truncated": True}],
+    ),
+    (
+        "blanks.csv", b"\r\n\nreward,truncated\n.5,\n1e-3,FALSE\n",
+        [{"reward": 0.5, "truncated": None}, {"reward": 1e-3, "truncated": False}],
+    ),
+    ("tabs.csv", b'\xef\xbb\xbfprompt\tn\r\n"a\r\nb"\tNA\r\n', [{"prompt": "a\r\nb", "n": "NA"}]),
+    ("column.csv", b'text\n"a, b; c"\n"d\ne"\n"f ""g"""\n', [{"text": text} for text in ("a, b; c", "d\ne", 'f "g"')]),
+]  # fmt: skip
+
+
 def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
     """No text becomes a date or a number, no number another one; in a table all cells but a few are texts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps([ODD]))
     assert load_rows("rows.json", "--dataset") == load_rows(write("rows.jsonl", [ODD]), "--dataset") == [ODD]
-    (tmp_path / "rows.csv").write_text(
-        'prompt;answer;code;reward;margin;truncated\r\n"x;y";1989-11-09;007;"[1, 2.5]";;True'
-    )
-    cells = {
-        "prompt": "x;y",
-        "answer": "1989-11-09",
-        "code": "007",
-        "reward": [1, 2.5],
-        "margin": None,
-        "truncated": True,
-    }
-    assert load_rows("rows.csv", "--dataset") == [cells]
-    (tmp_path / "blank.csv").write_text("\r\n\nreward,truncated\n.5,\n1e-3,FALSE\n")
-    assert load_rows("blank.csv", "--dataset") == [
-        {"reward": 0.5, "truncated": None},
-        {"reward": 1e-3, "truncated": False},
-    ]
+    for name, text, rows in TABLES:
+        (tmp_path / name).write_bytes(text)
+        assert load_rows(name, "--dataset") == rows
     (tmp_path / "rows.txt").write_text("a\x0bb\r\n\u2028c")
     assert load_rows("rows.txt", "--dataset") == [{"text": "a\x0bb"}, {"text": "\u2028c"}]
 
@@ -863,15 +855,10 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
     calls = [[{"function": {"name": "f", "arguments": arguments}}] for arguments in ({"a": 1}, {"city": "Bergen"})]
     rows = []
     for call in calls:
-        message = {"role": "assistant", "content": None, "tool_calls": call}
-        rows.append(
-            {
-                "messages": [user("x"), message],
-                "tools": [{"p": call}],
-                "chat_template_kwargs": call[0]["function"]["arguments"],
-                "info": call[0]["function"]["arguments"],
-            }
-        )
+        messages = [user("x"), {"role": "assistant", "content": None, "tool_calls": call}]
+        arguments = call[0]["function"]["arguments"]
+        row = {"messages": messages, "tools": [{"p": call}], "chat_template_kwargs": arguments, "info": arguments}
+        rows.append(row)
     table = datasets.Dataset.from_list(rows)
     table.to_parquet("rows.parquet")
     table.save_to_disk("saved")
@@ -948,12 +935,12 @@ def test_evaluation_sets(tmp_path, monkeypatch):
     write("hard.jsonl", HARD)
     (tmp_path / "task.py").write_text(TASK)
     for spec, expected in SETS:
-        found = load_sets(spec, "--eval-dataset")
+        found = load_sets(spec)
         assert found == expected and list(found) == list(expected), spec
     with refused("--eval-dataset .*: two sets have the same name"):
-        load_sets("easy.jsonl,./easy.jsonl", "--eval-dataset")
+        load_sets("easy.jsonl,./easy.jsonl")
     with refused(r"--eval-dataset x row 2 and row 1 differ in their columns: text, x \(null: an empty cell\)$"):
-        load_sets({"y": EASY, "x": [*EASY, {"x": 1}]}, "--eval-dataset")
+        load_sets({"y": EASY, "x": [*EASY, {"x": 1}]})
 
 
 def test_options_of_functions_are_as_typed(tmp_path):

@@ -31,16 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Positive, TextArgs, build, cli, stop_if
-from common.data import (
-    encode_prompts,
-    encode_segments,
-    int32,
-    marked,
-    read_data,
-    set_flag,
-    set_prefix,
-    untrained_end,
-)
+from common.data import encode_prompts, encode_segments, int32, marked, read_data, set_flag, set_prefix, untrained_end
 from common.launch import accumulate, optimizer_step, prepare
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded

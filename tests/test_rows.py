@@ -873,18 +873,13 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
     assert load_rows(write("rows.jsonl", plain), "--dataset") == load_rows(plain, "--dataset") == plain
 
 
-@pytest.mark.parametrize(
-    ("name", "asked"),
-    [
-        ("org/name", ("org/name", "train", None)),
-        ("org/name:test[:9]", ("org/name", "test[:9]", None)),
-        ("org/name@refs/convert/parquet:test", ("org/name", "test", "refs/convert/parquet")),
-    ],
-)
-def test_names_of_the_hub(name, asked, monkeypatch):
+def test_names_of_the_hub(monkeypatch):
     """A revision may have slashes, as the path of a file on this machine."""
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, revision: [{"text": (name, split, revision)}])
-    assert read_rows(name) == [{"text": asked}]
+    assert read_rows("org/name") == [{"text": ("org/name", "train", None)}]
+    assert read_rows("org/name:test[:9]") == [{"text": ("org/name", "test[:9]", None)}]
+    asked = ("org/name", "test", "refs/convert/parquet")
+    assert read_rows("org/name@refs/convert/parquet:test") == [{"text": asked}]
 
 
 UNREADABLE = [  # name, bytes, what is said

@@ -56,15 +56,11 @@ from common.cli import (
     Share,
     WeightArgs,
     build,
-    call_metric,
-    call_reward,
-    check_parameters,
     cli,
-    load_function,
     spec_path,
     stop_if,
 )
-from common.data import load_rows, load_sets, set_flag, set_prefix, texts
+from common.data import read_data, set_flag, set_prefix, texts
 from common.launch import accumulate, local_rows, on_main, optimizer_step, reduce_sums
 from common.logging import Run, closes_run
 from common.model import loading
@@ -484,10 +480,10 @@ def evaluate(run, step, policy, data, args):
         prompts = [row["prompt"] for row in rows]
         images = sample_images(accelerator, policy, prompts, ["eval"], args, trajectories=False)["images"]
         given = image_arguments(rows, images)
-        scores, others = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
+        scores, others = on_main(accelerator, data.reward, rows, given)
         columns = {"reward": scores, **others}
         if data.metric:
-            own = on_main(accelerator, call_metric, data.metric, args.metric, rows, given)
+            own = on_main(accelerator, data.metric, rows, given)
             stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in columns.keys() & own])
             columns |= own
         prefix = set_prefix(name)
@@ -568,16 +564,14 @@ class Data:
 
 def read(args):
     """The rows and functions named by the flags."""
-    reward = load_function(args.reward, "--reward")
-    metric = load_function(args.metric, "--metric")
-    rows = with_prompts(load_rows(args.dataset, "--dataset"), "--dataset")
-    eval_sets = load_sets(args.eval_dataset, "--eval-dataset")
-    for name, members in eval_sets.items():
-        eval_sets[name] = with_prompts(members, set_flag(name))
+    given = ("images", "prompts")
+    found = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, given=given)
+    if found.reward is None:
+        raise InputError(f"--reward {args.reward}: expected path/to/file.py:function")
+    rows = with_prompts(found.rows, "--dataset")
+    eval_sets = {name: with_prompts(members, set_flag(name)) for name, members in found.eval_sets.items()}
     eval_sets = eval_sets or {"": rows[: args.rollout_batch_size]}
-    check_parameters(reward, args.reward, [rows, *eval_sets.values()], ("images", "prompts"))
-    check_parameters(metric, args.metric, eval_sets.values(), ("images", "prompts"))
-    return Data(rows, eval_sets, reward, metric)
+    return Data(rows, eval_sets, found.reward, found.metric)
 
 
 def with_prompts(rows, flag):
@@ -805,7 +799,7 @@ def main(args):
         run.lap("rollout")
         # 2. r(x_0, c), and advantages by the statistics of each prompt
         given = image_arguments(rows, sampled["images"])
-        scores, others = on_main(accelerator, call_reward, data.reward, args.reward, rows, given)
+        scores, others = on_main(accelerator, data.reward, rows, given)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
         advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)

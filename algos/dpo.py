@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextArgs, build, cli, stop_if
 from common.data import (
+    TEXT_ARGUMENTS,
     beginning,
     encode_prompts,
     in_lines,
@@ -48,16 +49,16 @@ from common.data import (
     is_chat,
     pair_texts,
     prompt_messages,
+    read_data,
     set_flag,
     set_prefix,
-    tell_several_turns,
     tokenize,
     untrained_end,
 )
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, unsharded
-from common.sampling import evaluate_samples, read_data
+from common.sampling import evaluate_samples
 from common.scoring import line_logprobs, num_labels, pair_length, score_pairs, split_rows
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
@@ -215,7 +216,6 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     """
     chat = is_chat(rows, ["chosen"])
     triples = pair_texts(rows, tokenizer, flag)
-    tell_several_turns(rows, flag)
     for number, (prompt, _, _) in enumerate(triples, 1):
         if not prompt and (chat or "prompt" not in rows[0]):
             raise InputError(f"{flag} row {number}: chosen and rejected begin differently: add a prompt column")
@@ -491,7 +491,9 @@ def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
-    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric, "ref_output"))
+    given = [*TEXT_ARGUMENTS, "ref_output"]
+    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric, given=given)
+    data = Data(found.rows, found.eval_sets, found.prompts, found.metric)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -66,10 +66,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
+from common.data import read_data
 from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs, summed
+from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs, summed
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
@@ -468,7 +469,8 @@ def main(args):
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
     reward = no_reward if args.reward is None else args.reward
-    data = read_prompts(args.dataset, args.eval_dataset, reward, args.metric, args.rollout)
+    found = read_data(args.dataset, args.eval_dataset, reward=reward, metric=args.metric, rollout=args.rollout)
+    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, found.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

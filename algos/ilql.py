@@ -53,11 +53,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, InputError, Natural, NonNegative, Positive, Share, TextArgs, build, cli
-from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
+from common.data import (
+    encode_prompts,
+    encode_segments,
+    int32,
+    marked,
+    pad_rows,
+    read_data,
+    row_ends,
+    set_flag,
+    set_prefix,
+    texts,
+)
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
 from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
-from common.sampling import evaluate_samples, read_data
+from common.sampling import evaluate_samples
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
@@ -702,8 +713,9 @@ IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    rows = read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric)
-    data = Data(*rows, build(args.logit_mask, "--logit-mask"))
+    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
+    logit_mask = build(args.logit_mask, "--logit-mask")
+    data = Data(found.rows, found.eval_sets, found.prompts, found.metric, logit_mask)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -48,10 +48,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
+from common.data import read_data
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
-from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
+from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
@@ -555,7 +556,8 @@ def main(args):
     # first what the flags name, because a function of the user may start processes, before there is an Accelerator
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
-    data = read_prompts(args.dataset, args.eval_dataset, args.reward, args.metric, args.rollout)
+    found = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, rollout=args.rollout)
+    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, found.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

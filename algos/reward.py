@@ -43,10 +43,9 @@ from common.data import (
     int32,
     is_chat,
     joined,
-    load_rows,
-    load_sets,
     messages_in,
     pair_texts,
+    read_data,
     set_flag,
     set_prefix,
 )
@@ -338,7 +337,8 @@ IN_STATUS = ["train/loss", "rewards/accuracies", "rewards/margins"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(load_rows(args.dataset, "--dataset"), load_sets(args.eval_dataset, "--eval-dataset"))
+    found = read_data(args.dataset, args.eval_dataset)
+    data = Data(found.rows, found.eval_sets)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Positive, TextArgs, build, cli, stop_if
-from common.data import encode_prompts, encode_segments, int32, marked, set_flag, set_prefix, untrained_end
+from common.data import encode_prompts, encode_segments, int32, marked, read_data, set_flag, set_prefix, untrained_end
 from common.launch import accumulate, optimizer_step, prepare
 from common.logging import Run, closes_run, lines_of_use
 from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
-from common.sampling import evaluate_samples, read_data
+from common.sampling import evaluate_samples
 from common.scoring import first_label, line_logprobs, num_labels, split_lines
 from common.scoring import token_nll as token_nll  # for those who import it from here
 
@@ -240,7 +240,8 @@ IN_STATUS = ["train/loss", "optim/grad_norm"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    data = Data(*read_data(args.dataset, args.eval_dataset, args.eval_prompts, args.metric))
+    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
+    data = Data(found.rows, found.eval_sets, found.prompts, found.metric)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

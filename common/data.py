@@ -8,38 +8,87 @@ Row 1 shows the form of all rows. A bad row gives an InputError that names the f
 
 import ast
 import copy
-import csv
-import glob
 import gzip
 import io
 import itertools
 import json
-import math
 import os
 import re
-import sys
 from array import array
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from common.cli import QUOTED, InputError, build, is_missing, spec_path
+from common.cli import (
+    InputError,
+    build,
+    call_metric,
+    call_reward,
+    call_rollout,
+    check_parameters,
+    is_missing,
+    load_function,
+    spec_path,
+)
 from common.terminal import screen, visible
 
-TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
-FILE_KINDS = (*TEXT_KINDS, ".parquet")
+# Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
+TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
+ROLLOUT_ARGUMENTS = ("sample", "prompt_ids", "prompts", "tokenizer", "seeds", "model", "temperature", "max_new_tokens")
+FILE_KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")  # also with .gz, but for the last
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
 # columns that a chat template renders
 CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs"}
-QUESTIONS = {"question", "instruction", "input", "query", "system"}  # names that prompts have elsewhere
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-MARK = "\ufdd0"  # marks the edges of what a template calls generated; occurs in no text
-CUT = "\ufdd1"  # marks where an answer goes on
+MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
+
+
+# ---- Flags -> rows ---------------------------------------------------------------------------------------------------
+
+
+def read_data(
+    dataset, eval_dataset, *, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS
+):
+    """What these flags name: rows, eval_sets ({name: rows}), prompts, and reward, metric and rollout, which are called
+    as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy.
+
+    prompts: what a script without a reward samples from, --eval-prompts, or for a metric the first evaluation set.
+    given: the keyword arguments of reward and metric besides the rows' columns; InputError for a function that does not
+    fit them.
+    """
+    metric_function = load_function(metric, "--metric")
+    reward_function = None
+    if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
+        reward_function = load_function(reward, "--reward")
+    rollout_function = load_function(rollout, "--rollout")
+    rows = load_rows(dataset, "--dataset")
+    eval_sets = load_sets(eval_dataset)
+    sets = [*eval_sets.values()]
+    prompts = []
+    if eval_prompts is not None:
+        prompts = load_rows(eval_prompts, "--eval-prompts")
+    elif metric is not None and reward is None:
+        prompts = next(iter(sets), [])
+        if not prompts:
+            raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
+    check_parameters(rollout_function, rollout, [rows, *sets], ROLLOUT_ARGUMENTS)
+    if rollout_function is None:  # else it may add columns that the others take
+        check_parameters(reward_function, reward, [rows, *sets], given)
+        check_parameters(metric_function, metric, [prompts] if prompts else sets or [rows], given)
+    return SimpleNamespace(
+        rows=rows,
+        eval_sets=eval_sets,
+        prompts=prompts,
+        reward=reward_function and partial(call_reward, reward_function, reward),
+        metric=metric_function and partial(call_metric, metric_function, metric),
+        rollout=rollout_function and partial(call_rollout, rollout_function, rollout),
+    )
 
 
 def load_rows(data, flag):
@@ -47,53 +96,44 @@ def load_rows(data, flag):
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
     made = build(data, flag)
-    # rows in a list, and those that `read_rows` reads, are right; a function may have taken its own from a Dataset
-    may_be_arrow = "datasets" in sys.modules and not isinstance(made, str) and not isinstance(data, list | tuple)
-    data = rows = made
-    if isinstance(data, str):
+    rows = made
+    if isinstance(made, str):
         try:
-            rows = read_rows(data)
-        except Exception as error:  # the library's errors have no common class
-            raise InputError(f"{flag} {data} cannot be loaded: {' '.join(str(error).split())}") from None
+            rows = read_rows(made)
+        except Exception as error:  # the libraries' errors have no common class
+            raise InputError(f"{flag} {made} cannot be loaded: {' '.join(str(error).split())}") from None
     rows = list(rows)
     if not rows:
-        raise InputError(f"{flag} {data!s:.60} has no rows")
+        raise InputError(f"{flag} {made!s:.60} has no rows")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
-    return rows_of_arrow(rows) if may_be_arrow else rows
+    if isinstance(made, str) or isinstance(data, list | tuple):
+        return rows
+    return rows_of_arrow(rows)  # a function may have taken its rows from a Dataset
 
 
 def read_rows(name):
-    """The rows as they stand in a file, in a directory saved by datasets, or in `org/name:split` on the hub. Of local
-    files nothing is kept for the next time, and no text becomes a date or a number."""
+    """The rows as they stand in a file, in a directory saved by datasets, or in `org/name@revision:split` on the hub.
+    Of what is on this machine no cache is made, and no text becomes a date or a number."""
     path = spec_path(name)
-    files = [path] if path else sorted(map(Path, glob.glob(name, recursive=True)))
-    kind = Path(name.removesuffix(".gz")).suffix
-    if kind in FILE_KINDS and not files:
-        raise ValueError("there is no such file on this machine")
-    if kind in TEXT_KINDS and not files[0].is_dir():
-        return [*itertools.chain(*(rows_of_file(file, kind) for file in files))]
+    repository, _, split = name.partition(":")
+    repository, _, revision = repository.partition("@")
+    if path is None and (is_missing(repository) or name.removesuffix(".gz").endswith(FILE_KINDS)):
+        raise ValueError("there is no such file or directory on this machine")
+    if path and not path.is_dir():
+        return rows_of_file(path)
     import datasets
-    from pyarrow.parquet import read_table
 
-    if path and path.is_dir():
+    if path:
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, dict):
             raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
-    elif kind == ".parquet":
-        tables = [datasets.Dataset(datasets.table.InMemoryTable(read_table([str(file)]))) for file in files]
-        rows = itertools.chain(*tables)  # not as one table, which would have the columns of the first
-    elif path:
-        raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
+        rows = rows.with_format("arrow")[:].to_pylist()  # images stay the bytes that they are
     else:
-        repository, _, split = name.partition(":")
-        repository, _, revision = repository.partition("@")
-        if is_missing(repository):
-            raise ValueError("there is no such file or directory on this machine")
         rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
     return rows_of_arrow(rows)
 
@@ -103,14 +143,28 @@ def rows_of_arrow(rows):
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 
-def rows_of_file(file, kind):
-    """The rows of a .csv, .txt, .json or .jsonl file; JSON may be a list or have a row in each line."""
-    opener = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8-sig", newline="") as stream:
-            text = stream.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
+def without_nulls(value):
+    """A chat, or tools, without the keys that Arrow has filled with null; a message without content keeps that key."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
+    return {key: without_nulls(value[key]) for key in kept}
+
+
+def rows_of_file(path):
+    """The rows of a file. JSON may be a list or have a row in each line."""
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind not in FILE_KINDS:
+        raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
+    if kind == ".parquet":
+        from pyarrow.parquet import read_table
+
+        return rows_of_arrow(read_table(path).to_pylist())
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
+        text = stream.read()
     if kind == ".csv":
         return rows_of_csv(text)
     if kind == ".txt":
@@ -129,48 +183,39 @@ def rows_of_file(file, kind):
 
 def rows_of_csv(text):
     """The rows of a table separated by commas, semicolons or tabs. Cells are texts, except in NUMBERS."""
-    text = text.lstrip("\r\n")
-    header = text.partition("\n")[0]
-    csv.field_size_limit(sys.maxsize)
-    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=header.count), strict=True)
-    rows = list(table)
-    names = table.fieldnames or []  # none in an empty file
-    if any(None in (*row, *row.values()) for row in rows) or len({*names}) < len(names):
-        raise ValueError("its first line must have one name for each cell of a row, and none twice")
-    for row, column in itertools.product(rows, NUMBERS):
-        with suppress(KeyError, ValueError, SyntaxError):
+    import pandas
+
+    header = text.lstrip("\r\n").partition("\n")[0]
+    separator = max(",;\t", key=header.count)  # pandas would take a letter, where there is one column
+    table = pandas.read_csv(io.StringIO(text), sep=separator, dtype=str, keep_default_na=False)
+    if not isinstance(table.index, pandas.RangeIndex):  # else the columns would be those to their left
+        raise ValueError("its first line has fewer names than the rows have cells")
+    rows = table.to_dict("records")
+    for row, column in itertools.product(rows, NUMBERS & {*table}):
+        with suppress(ValueError, SyntaxError):
             row[column] = ast.literal_eval(row[column].strip().title() or "None")
     return rows
 
 
-def without_nulls(value):
-    """A chat, or tools, without the keys that Arrow has filled with null; a message without content keeps that key."""
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
-    return {key: without_nulls(value[key]) for key in kept}
-
-
-def load_sets(spec, flag):
+def load_sets(spec):
     """{name: rows} of the evaluation sets. A single one is named "". Several are a mapping, or sources separated by
     commas, which are named by file stem, split or function."""
     if not spec:
         return {}
+    sources = []
+    if isinstance(spec, str):
+        sources = re.split(r",(?!\s*\w+=)", spec)  # before key= a comma belongs to the options of a function
     sets = {}
-    # commas in quotes and before key= belong to the options of a function
-    for source in re.findall(rf"(?:{QUOTED}|,(?=\s*\w+=)|[^,])+", spec) if isinstance(spec, str) else []:
-        source = source.strip()
+    for source in map(str.strip, sources):
         name = source.split(":")[1] if ":" in source else Path(source).stem
         if name in sets:
-            raise InputError(f"{flag} {spec}: two sets have the same name (file stem, split or function)")
+            raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
         sets[name] = source
     if len(sets) < 2:
-        sets = build(spec, flag)
+        sets = build(spec, "--eval-dataset")
     if not isinstance(sets, dict):
         sets = {"": sets}
-    return {name: load_rows(data, f"{flag} {name}".strip()) for name, data in sets.items()}
+    return {name: load_rows(data, set_flag(name)) for name, data in sets.items()}
 
 
 def set_prefix(name):
@@ -219,7 +264,7 @@ def messages_of(row, column):
     return part if isinstance(part, list) else [part]
 
 
-def chat_text(tokenizer, messages, where, row, answering=False, anew=False, marked=False):
+def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
     """The messages as rendered by the chat template, with the row's tools. They end with an answer, or with answering
     where one begins; it goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {%
     generation %} and {% endgeneration %}."""
@@ -232,45 +277,25 @@ def chat_text(tokenizer, messages, where, row, answering=False, anew=False, mark
     if not answering and last["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's")
     goes_on = answering and not anew and last["role"] == "assistant" and not last.get("tool_calls")
-    if goes_on:  # the library's way would drop blanks before an answer that templates trim
-        messages = [*messages[:-1], last | {"content": last["content"] + CUT}]
     try:
         options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
-        options["add_generation_prompt"] = answering and not goes_on
+        options |= {"add_generation_prompt": answering and not goes_on, "continue_final_message": goes_on}
         if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=options["tools"])
             options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
-        texts, with_mappings = argument_texts(messages)
-        try:
-            text = render(messages)
-        except Exception:
-            if not texts:
-                raise
-            text = render(with_mappings)
-        if any(json.dumps(quoted, ensure_ascii=False) in text for quoted in texts):
-            text = render(with_mappings)
-        text, cut, _ = text.partition(CUT)
-        if goes_on and not cut:
-            raise ValueError("it leaves out the last one, which is to go on")
-        return text
+        return tokenizer.apply_chat_template(with_mappings(messages), tokenize=False, **options)
     except Exception as error:  # templates raise what they like
-        raise InputError(f"{where}: the chat template cannot render the messages: {error}") from None
+        raise InputError(f"{where}: the chat template cannot render the messages: {error!s:.300}") from None
 
 
-def argument_texts(messages):
-    """(texts, messages with mappings in their place) of the arguments of tool calls that are JSON texts, as in OpenAI's
-    format. Most templates expect mappings, and would quote a text or fail; some print a text as it is."""
+def with_mappings(messages):
+    """The messages, with mappings where the arguments of tool calls are JSON texts, as OpenAI's API gives them."""
     messages = copy.deepcopy(messages)
-    texts = []
     for call in itertools.chain(*(message.get("tool_calls") or () for message in messages)):
-        with suppress(TypeError, ValueError, KeyError, AttributeError):  # mappings already, or no JSON
-            function = call.get("function", call)
-            arguments = json.loads(function["arguments"])
-            if isinstance(arguments, dict):
-                texts.append(function["arguments"])
-                function["arguments"] = arguments
-    return texts, messages
+        function = call.get("function", call)
+        with suppress(TypeError, ValueError, KeyError):  # mappings already, or no JSON
+            function["arguments"] = json.loads(function["arguments"])
+    return messages
 
 
 def joined(prompt, answer):
@@ -288,7 +313,7 @@ def chat_turns(tokenizer, row, where):
     prompt = messages_of(row, "prompt")
     completion = messages_of(row, "completion")
     messages = joined(prompt, completion)
-    parts = chat_text(tokenizer, messages, where, row, marked=True).split(MARK)
+    parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
     begin = len(messages) - len(completion)
     answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
@@ -297,9 +322,11 @@ def chat_turns(tokenizer, row, where):
     def text_before(i, **options):
         """What stands before answer i; before a first message this may be a system prompt of the template."""
         if i > begin or (prompt and len(messages) == len(prompt) + len(completion)):
-            return chat_text(tokenizer, messages[:i], where, row, answering=True, anew=True, **options)
-        begun = prompt or [{"role": "assistant", "content": ""}]
-        return chat_text(tokenizer, begun, where, row, answering=True, **options)
+            return chat_text(tokenizer, messages[:i], row, where, answering=True, anew=True, **options)
+        if prompt:
+            return chat_text(tokenizer, prompt, row, where, answering=True, **options)
+        empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where)
+        return empty.partition(MARK)[0]
 
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)
@@ -312,47 +339,37 @@ def chat_turns(tokenizer, row, where):
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
-            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], where, row)]
+            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], row, where)]
         parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
     return parts
 
 
-def tell_left_out(tokenizer, chats, rows, flag):
-    """Says of each part of the chats, once, that the template leaves it out. chats: one of each row, or first one and
-    then another of each."""
-    known = set()
-    for index, messages in enumerate(chats):
-        number = index % len(rows) + 1
-        row = rows[number - 1]
-        parts = [("tools", 0, None)] if row.get("tools") else []
+def tell_left_out(tokenizer, chats, flag):
+    """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
+    role. Each is tried in the first chat that has it, at its last place there."""
+    tried = set()
+    left_out = []
+    for messages, row in chats:
+        others = {}  # {name: (messages, row) without it}
+        if row.get("tools"):
+            others["tools"] = (messages, row | {"tools": None})
         for place, message in enumerate(messages):
-            parts += [(f"{key} of {message['role']}", place, key) for key in message if key != "role"]
-        for name, place, key in parts:
-            if name in known or (key and messages[place][key] in (None, "", [], {})):
-                continue
-            known.add(name)
-            other = {part: value for part, value in messages[place].items() if part != key}
-            if key == "content":
-                other[key] = CUT
-            elif key == "tool_calls" and not other.get("content"):
-                other["content"] = ""
-            other = [*messages[:place], other, *messages[place + 1 :]]
-            where = f"{flag} row {number}"
-            answering = messages[-1]["role"] != "assistant"
+            for key in message:
+                if key != "role" and message[key] not in (None, "", [], {}):
+                    other = message | {"content": message.get("content") or ""}
+                    del other[key]
+                    if key == "content":
+                        other[key] = MARK
+                    others[f"{key} of {message['role']}"] = ([*messages[:place], other, *messages[place + 1 :]], row)
+        answering = messages[-1]["role"] != "assistant"
+        for name in others.keys() - tried:
+            tried.add(name)
             with suppress(InputError):  # of a template that cannot do without
-                without = chat_text(tokenizer, other, where, row if key else row | {"tools": None}, answering)
-                if without == chat_text(tokenizer, messages, where, row, answering):
-                    screen.say(f"warning: {where}: the chat template leaves out: {name}")
-
-
-def tell_cut_answer(chats, written, rows, flag):
-    """Says, once, if the template changes a last answer or leaves out a part, as thoughts. written: texts of chats."""
-    for index, (messages, text) in enumerate(zip(chats, written, strict=True)):
-        answer = messages[-1].get("content") or ""
-        if isinstance(answer, str) and "".join(answer.split()) not in "".join(text.split()):  # but for blanks
-            number = index % len(rows) + 1
-            screen.say(f"warning: {flag} row {number}: the chat template changes the last answer, or leaves out a part")
-            return
+                whole = chat_text(tokenizer, messages, row, flag, answering)
+                if chat_text(tokenizer, *others[name], flag, answering) == whole:
+                    left_out.append(name)
+    if left_out:
+        screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(sorted(left_out))}")
 
 
 def added(text, beginning, where):
@@ -368,78 +385,51 @@ def added(text, beginning, where):
 def row_segments(rows, tokenizer, flag):
     """The text of each row in parts, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
-    tell_unread(rows, flag)
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
         require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_repeated_prompts(rows, ["completion"], flag)
-        chats = [joined(row["prompt"], row["completion"]) for row in rows]
-        tell_left_out(tokenizer, chats, rows, flag)
-        tell_cut_answer(chats, map("".join, turns), rows, flag)
+        tell_left_out(tokenizer, [(joined(row["prompt"], row["completion"]), row) for row in rows], flag)
         return turns
     if "dialogue" in columns:
-        return [dialogue(row["dialogue"], f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        for number, row in enumerate(rows, 1):
+            turns = row["dialogue"]
+            where = f"{flag} row {number}"
+            if not isinstance(turns, list) or not turns or len(turns) % 2:
+                raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
+            texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
+        return [row["dialogue"] for row in rows]
     if "prompt" in columns or "completion" in columns:
-        segments = list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
-        tell_repeated_prompts(rows, ["completion"], flag)
-        return segments
+        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
     if "text" in columns:
         return [("", text) for text in texts(rows, "text", flag)]
     forms = "text, prompt and completion, messages, or dialogue"
     raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
 
 
-def tell_unread(rows, flag):
-    """Says of columns that look like a part of every prompt that they are none."""
-    first = next((rows[0][name] for name in ("prompt", "messages", "chosen") if rows[0].get(name)), "")
-    if isinstance(first, list) and isinstance(first[0], dict) and first[0].get("role") == "system":
-        return
-    for column in sorted({"system", "system_prompt"} & rows[0].keys()):
-        screen.say(f"warning: {flag}: the column {column!r} is not read: put it into the messages or the prompt")
-
-
-def tell_repeated_prompts(rows, columns, flag):
-    """Says if all texts or chats in these columns begin with their prompts, which then stand there twice."""
-    for row, column in itertools.product(rows, columns):
-        prompt = row.get("prompt")
-        if not prompt or row[column][: len(prompt)] != prompt:
-            return
-    names = " and ".join(columns)
-    screen.say(f"warning: {flag}: all texts of {names} begin with the prompt, which thus stands there twice")
-
-
-def dialogue(turns, where):
-    """The texts of a dialogue, as many prompts as outputs."""
-    if not isinstance(turns, list) or not turns or len(turns) % 2:
-        raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
-    return texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
-
-
 def pair_texts(rows, tokenizer, flag):
     """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
     prompt is what chosen and rejected have in common, or ""."""
     require_columns(rows, SIDES, flag)
-    tell_unread(rows, flag)
     if is_chat(rows, ["chosen"]):
-        pairs = [chat_pair(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        pairs = []
         chats = []
-        for side in SIDES:
-            chats += [joined(messages_in(row, "prompt"), row[side]) for row in rows]
-        tell_left_out(tokenizer, chats, rows, flag)
-        written = [prompt + chosen for prompt, chosen, _ in pairs]
-        written += [prompt + rejected for prompt, _, rejected in pairs]
-        tell_cut_answer(chats, written, rows, flag)
+        for number, row in enumerate(rows, 1):
+            where = f"{flag} row {number}"
+            whole = []
+            for side in SIDES:
+                chats.append((joined(messages_in(row, "prompt"), messages_of(row, side)), row))
+                whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
+            prompt = ""
+            if messages := prompt_messages(row):
+                prompt = chat_text(tokenizer, messages, row, where, answering=True)
+            pairs.append((prompt, *(added(text, prompt, where) for text in whole)))
+        tell_left_out(tokenizer, chats, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
-    others = sorted(QUESTIONS & rows[0].keys())
-    if others and "prompt" not in rows[0]:
-        raise InputError(f"{flag} has the columns {', '.join(others)}: is one the prompt? Rename it, or remove it")
     if "prompt" in rows[0]:
-        prompts = texts(rows, "prompt", flag)
-        tell_repeated_prompts(rows, SIDES, flag)
-        return list(zip(prompts, *sides, strict=True))
+        return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
     return [split_pair(*pair) for pair in zip(*sides, strict=True)]
 
 
@@ -451,36 +441,6 @@ def split_pair(chosen, rejected):
     words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
     end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
     return common[:end], chosen[end:], rejected[end:]
-
-
-def chat_pair(tokenizer, row, where):
-    """(prompt, chosen, rejected) of a row of chats, as texts."""
-    begin = messages_in(row, "prompt")
-    whole = []
-    for side in SIDES:
-        whole.append(chat_text(tokenizer, joined(begin, messages_of(row, side)), f"{where}, {side}", row))
-    prompt = ""
-    messages = prompt_messages(row)
-    if messages:
-        prompt = chat_text(tokenizer, messages, where, row, answering=True)
-    contents = [message.get("content") or "" for message in messages]
-    if isinstance(row.get("prompt"), str) and not any(row["prompt"].strip() in content for content in contents):
-        raise InputError(
-            f"{where}: the prompt is a text that the chats do not begin with: make it messages, or leave it out"
-        )
-    return prompt, *(added(text, prompt, where) for text in whole)
-
-
-def tell_several_turns(rows, flag):
-    """Says how many pairs of chats differ before their last answers: what others say in between belongs to them."""
-    number = 0
-    for row in rows if is_chat(rows, ["chosen"]) else []:
-        begin = 0 if messages_in(row, "prompt") else len(prompt_messages(row))
-        turns = [*row["chosen"][begin:], *row["rejected"][begin:]]
-        number += any(message["role"] != "assistant" for message in turns)
-    if number:
-        what = "pairs differ in more than an answer: messages of others are trained, too"
-        screen.say(f"warning: {flag}: {number} {what}")
 
 
 def prompt_messages(row):
@@ -511,7 +471,6 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
     ends = row_ends(tokenizer)
     end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
     for text, ids in zip(texts, encoded, strict=True):
-        check_known(tokenizer, text, ids)
         has_bos = bos is not None and text.startswith(tokenizer.bos_token)
         if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
             del ids[0]
@@ -522,15 +481,6 @@ def tokenize(tokenizer, texts, special_tokens, end, target=False):
         if end == "once" and not has_end:
             ids.append(eos)
     return encoded
-
-
-def check_known(tokenizer, text, ids):
-    """InputError for a marker of the tokenizer that the model has no embedding for: small versions of a model may
-    lack it."""
-    last = max(ids, default=0)
-    if last >= getattr(tokenizer, "num_embeddings", math.inf):
-        marker = f"{tokenizer.convert_ids_to_tokens(last)}, a marker of its tokenizer"
-        raise InputError(f"the model has no embedding for {marker}, which is in {text!r:.60}")
 
 
 def int32(ids):
@@ -551,9 +501,8 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     if chat:
         prompts = []
         for number, row in enumerate(rows, 1):
-            where = f"{flag} row {number}"
-            prompts.append(chat_text(tokenizer, row["prompt"], where, row, answering=True))
-        tell_left_out(tokenizer, [row["prompt"] for row in rows], rows, flag)
+            prompts.append(chat_text(tokenizer, row["prompt"], row, f"{flag} row {number}", answering=True))
+        tell_left_out(tokenizer, [(row["prompt"], row) for row in rows], flag)
         rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
@@ -567,14 +516,13 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            how = "lower --max-new-tokens, shorten the prompt, or in ppo.py and grpo.py set --max-prompt-length"
-            raise InputError(f"{where}: a prompt of {sizes}: {how}")
+            raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
         kept.append(place)
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
-        screen.say(f"{flag}: {dropped}: they have more than --max-prompt-length {max_length} tokens")
+        screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")
     return [rows[place] for place in kept], [queries[place] for place in kept]
 
 
@@ -643,6 +591,13 @@ def untrained_end(tokenizer, ends, trained):
 
 
 # ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------
+
+
+def longest_first(lengths, batch_size):
+    """Places in lengths, in lists of at most batch_size. Rows of similar length have little padding, and with the
+    longest first a lack of memory shows at once."""
+    places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    return [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
 
 
 def line_length(line):

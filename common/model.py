@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.cli import InputError, OptionLoader, is_missing, spec_path
-from common.data import check_known, collate
+from common.data import collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
@@ -600,7 +600,6 @@ def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
     room = max_length and max_length - len(end_of_turn)
     encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
-        check_known(tokenizer, text, ids)
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
         is_added = ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token) and eos != tokenizer.sep_token_id

@@ -5,7 +5,6 @@ queries, not on other rows, batch sizes or the number of processes.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,17 +12,13 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from common.cli import InputError, call_metric, call_reward, call_rollout, check_parameters, load_function, stop_if
-from common.data import encode_prompts, is_chat, load_rows, load_sets, marked, pad_rows, row_ends, set_flag, set_prefix
+from common.cli import InputError, stop_if
+from common.data import encode_prompts, is_chat, longest_first, marked, pad_rows, row_ends, set_flag, set_prefix
 from common.decoding import GRAPHS, Step, is_plain
 from common.launch import NotFinite, local_rows, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, turn_end, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
-
-# Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
-TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
-ROLLOUT_ARGUMENTS = ("sample", "prompt_ids", "prompts", "tokenizer", "seeds", "model", "temperature", "max_new_tokens")
 
 # ---- Prompts ---------------------------------------------------------------------------------------------------------
 
@@ -65,10 +60,6 @@ class Prompts:
             self.eval_sets = {"": (self.rows[:num_eval], self.queries[:num_eval])}
             self.report += f"; without --eval-dataset, evaluations take the first {len(self.rows[:num_eval])}"
         self.report += f"; first: {self.rows[0]['prompt'][:200]!r}"
-        num_spaces = sum(row["prompt"].endswith(" ") for row in self.rows)
-        if num_spaces:
-            problem = "prompts end in a space, which many tokenizers join with the next word: remove it"
-            self.report += f"\n{num_spaces} {problem}"
 
     @property
     def headline(self):
@@ -82,49 +73,6 @@ class Prompts:
             if self.chats and self.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
                 screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
         return getattr(self.reward, "model", None)
-
-
-def read_prompts(dataset, eval_dataset, reward, metric, rollout):
-    """The `Prompts` that these flags name. A function of the user is called with the name that its flag gives it."""
-    metric_function = load_function(metric, "--metric")
-    reward_function = None
-    if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
-        reward_function = load_function(reward, "--reward")
-    rollout_function = load_function(rollout, "--rollout")
-    rows = load_rows(dataset, "--dataset")
-    eval_sets = load_sets(eval_dataset, "--eval-dataset")
-    sets = [*eval_sets.values()]
-    check_parameters(rollout_function, rollout, [rows, *sets], ROLLOUT_ARGUMENTS)
-    if rollout_function is None:  # else it may add columns that the others take
-        check_parameters(reward_function, reward, [rows, *sets], TEXT_ARGUMENTS)
-        check_parameters(metric_function, metric, sets or [rows], TEXT_ARGUMENTS)
-    return Prompts(
-        rows,
-        eval_sets,
-        reward_function and partial(call_reward, reward_function, reward),
-        metric_function and partial(call_metric, metric_function, metric),
-        rollout_function and partial(call_rollout, rollout_function, rollout),
-    )
-
-
-def read_data(dataset, eval_dataset, eval_prompts, metric, *added):
-    """(rows, evaluation sets, rows that evaluations sample from, metric) that the flags of training on texts name. The
-    third are those of --eval-prompts, or with a metric those of the first evaluation set. added: their new columns."""
-    function = load_function(metric, "--metric")
-    rows = load_rows(dataset, "--dataset")
-    eval_sets = load_sets(eval_dataset, "--eval-dataset")
-    prompts = []
-    if eval_prompts is not None:
-        prompts = load_rows(eval_prompts, "--eval-prompts")
-    elif function:
-        prompts = next(iter(eval_sets.values()), [])
-    columns = prompts[0] if prompts else {}
-    # beside messages, which are trained, it is another text
-    has_prompts = "prompt" in columns and (eval_prompts is not None or "messages" not in columns)
-    if function and not (has_prompts or (prompts and is_chat(prompts, ["chosen"]))):
-        raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
-    check_parameters(function, metric, [prompts], [*TEXT_ARGUMENTS, *added])
-    return rows, eval_sets, prompts, function and partial(call_metric, function, metric)
 
 
 # ---- Decoding --------------------------------------------------------------------------------------------------------
@@ -306,7 +254,6 @@ def generate_all(
     if limits is None:
         limits = [max_new_tokens] * len(queries)
     sampled = [[] for _ in local]  # of each row: (context, ids) of every call
-    vocabulary = len(lm.get_input_embeddings().weight)
 
     def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
@@ -314,23 +261,17 @@ def generate_all(
         done before, and there is room for the limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         contexts = [list(map(int, ids)) for ids in contexts]
-        used = set().union(*contexts)
-        are_ids = all(contexts) and min(used, default=0) >= 0 and max(used, default=0) < vocabulary
-        are_rows = len({*places}) == len(places) == len(contexts) and {*places} <= {*range(len(local))}
-        if not (are_rows and are_ids):
-            last = len(local) - 1
-            raise InputError(f"--rollout: `sample` takes contexts (ids) for different rows from 0 to {last}")
+        if not all(contexts) or len({*places}) < len(places) or min(places, default=0) < 0:
+            raise InputError("--rollout: `sample` takes contexts (ids) for different rows, counted from 0")
         found = {place: [] for place in places}
         waiting = []
         for place, context in zip(places, contexts, strict=True):
             room = len(own_queries[place]) + int(limits[local[place]]) - len(context)
             if room > 0:
                 waiting.append((place, context, room))
-        # the longest first, so that a lack of memory shows at once
-        waiting.sort(key=lambda each: -len(each[1]))
         screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
-        for begin in range(0, len(waiting), decode_batch_size):
-            own, heads, rooms = zip(*waiting[begin : begin + decode_batch_size], strict=True)
+        for chunk in longest_first([len(context) for _, context, _ in waiting], decode_batch_size):
+            own, heads, rooms = zip(*(waiting[number] for number in chunk), strict=True)
             draws = []
             for place in own:
                 done = sum(len(ids) for _, ids in sampled[place])
@@ -361,16 +302,11 @@ def generate_all(
             seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
             added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
-            added = gather_object(added)
-            kinds = {frozenset(row) for row in added}
-            differ = ["--rollout returned columns in one process that it did not return in another"]
-            on_each(accelerator, stop_if, differ if len(kinds) > 1 else [])
-            rows = [row | new for row, new in zip(rows, added, strict=False)]
+            rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
     screen.show("scoring")
-    gathered = gather_object(responses)[: len(queries)]
     output_ids = []
     trained = []
-    for segments in gathered:
+    for segments in gather_object(responses)[: len(queries)]:
         output_ids.append([])
         trained.append([])
         for ids, is_trained in segments:

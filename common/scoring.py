@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.data import collate, in_lines, int32, line_length, pad_rows
+from common.data import collate, in_lines, int32, line_length, longest_first, pad_rows
 from common.launch import local_rows, named_weights
 from common.terminal import screen
 
@@ -184,22 +184,22 @@ def split_lines(accelerator, examples, batch_size, packing=False):
     turn. Every process has the same number, since it takes part in every exchange of gradients: one that lacks a line
     gets one without labels."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
-    lines.sort(key=line_length, reverse=True)
     while len(lines) % accelerator.num_processes:
         ids, *_ = examples[0]
         lines.append([(ids[:2], [-100, -100], [])])  # it adds nothing
-    budget = batch_size * line_length(lines[0]) if lines else 0
+    lengths = [line_length(line) for line in lines]
+    budget = batch_size * max(lengths, default=0)
     micro_batches = []
     width = 0  # tokens of the longest line of the last micro-batch
     room = -1  # tokens that still fit into it; the first line begins one
-    for begin in range(0, len(lines), accelerator.num_processes):
-        is_much_shorter = line_length(lines[begin]) < 3 / 4 * width
-        if room < width or (is_much_shorter and room <= budget / 2):
+    for dealt in longest_first(lengths, accelerator.num_processes):
+        length = lengths[dealt[0]]
+        if room < width or (length < 3 / 4 * width and room <= budget / 2):
             micro_batches.append([])
-            width = line_length(lines[begin])
+            width = length
             room = budget
         room -= width
-        micro_batches[-1].append(lines[begin + accelerator.process_index])
+        micro_batches[-1].append(lines[dealt[accelerator.process_index]])
     return micro_batches
 
 
@@ -212,21 +212,20 @@ def split_rows(accelerator, rows, lengths, packing, batch_size):
     """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
     lengths: of all rows, in tokens."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
-    if not packing:  # in rows of similar length there is little padding
-        local = sorted(local, key=lambda row: lengths[row])
-    return [local[i : i + batch_size] for i in range(0, len(local), batch_size)]
+    own_lengths = [lengths[row] for row in local]
+    if packing:  # texts of any length fill a line
+        own_lengths = [0] * len(local)
+    return [[local[place] for place in places] for places in longest_first(own_lengths, batch_size)]
 
 
 def score_pairs(accelerator, score, pairs, batch_size):
     """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
-    device = accelerator.device
     local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
-    longest_first = torch.tensor([-pair_length(pair) for pair in local]).argsort(stable=True)
-    scores = torch.empty(len(local), 2, dtype=torch.float64, device=device)
+    scores = torch.empty(len(local), 2, dtype=torch.float64, device=accelerator.device)
     screen.show("scoring pairs", len(local))
-    for places in longest_first.split(batch_size):
+    for places in longest_first([pair_length(pair) for pair in local], batch_size):
         with torch.no_grad(), accelerator.autocast():
-            scores[places.to(device)] = score([local[place] for place in places]).T.double()
+            scores[places] = score([local[place] for place in places]).T.double()
         screen.advance(len(places))
     return accelerator.gather(scores)[: len(pairs)].T
 

@@ -115,6 +115,5 @@ CASES = {
         "a run goes on with other settings, in its directory or another",
         "the best model is of this run's evaluations",
     ),
-    104: ("a rollout returns other columns in one process than in another", "error in all"),
     105: ("a model directory that loads, but cannot be used", "error that names what"),
 }

@@ -528,15 +528,12 @@ NO_CHATS = [  # a second chat, what is said
     ([], f"{FOUND}None"),
     ([turn("tool", "b"), ANSWER], "the chat template cannot render the messages: tool is unknown"),
 ]
-NO_PROMPT = "the prompt is a text that the chats do not begin with: make it messages, or leave it out"
 NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, what is said
     (segments, {"messages": TALK}, {"messages": [USER]}, LAST),
     (segments, ASKED, {"completion": "c"}, f"{FOUND}'c'"),
     (segments, ASKED, {"prompt": TALK, "completion": []}, "the completion is empty"),
     (segments, DIALOGUE, {"dialogue": ["b", "c", "d"]}, NO_DIALOGUE),
     (segments, DIALOGUE, {"dialogue": []}, NO_DIALOGUE),
-    (pairs, COMPARED, {"prompt": "b"}, NO_PROMPT),
-    (pairs, COMPARED, {"prompt": "e", "chosen": TALK, "rejected": [USER, OTHER]}, NO_PROMPT),
 ]
 NO_COLUMNS = [  # what reads the row, the row, what is said
     (queries, {"Prompt": "b"}, "Prompt; expected prompt"),
@@ -546,7 +543,6 @@ NO_COLUMNS = [  # what reads the row, the row, what is said
     (pairs, {"prompt": "b", "good": "c"}, "prompt, good; expected chosen and rejected"),
     (pairs, {"chosen": [USER]}, "chosen; expected rejected"),
     (pairs, {"prompt": "b", "chosen": "c"}, "prompt, chosen; expected rejected"),
-    (pairs, {"system": "s", "question": "b", "chosen": "c", "rejected": "d"}, "question, system: is one the prompt?"),
 ]
 
 
@@ -638,12 +634,11 @@ REFUSED = [
     entry(36, "ddpo", f"--model model: {CONV} is missing", model="lacking"),
     entry(36, LOADERS, LOADED, model="truncated"),
     entry(37, ROLLED, "row 2: a prompt of 29 tokens and --max-new-tokens 4", rows=second(PROMPTS[0], prompt="b" * 29)),
-    entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions: lower", "--max-new-tokens 32"),
+    entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions", "--max-new-tokens 32"),
     entry(45, EVERY, "row 3: 'TEXT' must be valid text, not 'b\\udc00c'", rows=NO_TEXT, also=[43]),
     common(46, EVERY, ["row 3 and row 1 differ in their columns: extra"], rows=EXTRA),
     common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
-    entry(46, "sft", NO_PROMPTS, f"{NOT_ASKED} a.jsonl", a_jsonl=[{"prompt": "b", "messages": TALK}]),
-    entry(46, "dpo", NO_PROMPTS, f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
+    entry(46, "dpo", "expected prompt", f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
     entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=SAME),
     common(49, TEXT, f"--dataset row 2: {FOUND}{{'role': 'robot'", model="chats", rows=ROBOT),
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),

@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import InputError, OptimizerArgs, from_task
-from common.data import tokenize
 from common.model import as_decoder, classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
@@ -162,33 +160,6 @@ UNUSABLE = {  # what: (file, value, what is said)
     "limit": ("tokenizer_config.json", {"model_max_length": "x"}, "'>' not supported"),
     "token": ("tokenizer.json", {}, "no embedding for the token 99 of the tokenizer"),
 }
-
-
-def test_a_marker_without_an_embedding(gpt2_dir, tmp_path, capsys):
-    """As <image_soft_token> of Gemma 3 1B: an error only where a row has it."""
-    args = sft.Args(model="model", dataset=[], dtype="float64")
-    shutil.copytree(gpt2_dir, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
-    tokenizer.add_tokens(["<image>"], special_tokens=True)
-    tokenizer.save_pretrained(tmp_path / "model")
-    _, tokenizer = load_model(args, str(tmp_path / "model"))
-    for encode in (lambda texts: tokenize(tokenizer, texts, True, "once"), partial(classify, tokenizer)):
-        assert encode(["ab"]) == [[0, 1, EOS]]
-        with pytest.raises(
-            InputError,
-            match="^the model has no embedding for <image>, a marker of its tokenizer, which is in 'a<image>b'$",
-        ):
-            encode(["a<image>b"])
-    assert "warning" not in capsys.readouterr().out
-    for used in ("pad_token", "eos_token", "bos_token"):
-        tokenizer.add_special_tokens({used: "<image>"})
-        tokenizer.save_pretrained(tmp_path / "model")
-        with pytest.raises(InputError, match="no embedding for the token"):
-            load_model(args, str(tmp_path / "model"))
-
-
-def classify(tokenizer, texts):
-    return classifier_ids(tokenizer, texts, [True] * len(texts), chats=False)
 
 
 def test_the_separator_of_an_encoder_stays(letters):

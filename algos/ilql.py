@@ -259,9 +259,9 @@ class PolicyWithQ(nn.Module):
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its heads. options go to from_pretrained."""
         lm = load_decoder(directory, **options)
-        with saved_heads(directory, HEADS_FILE, required=True) as weights:
-            policy = cls(lm, two_qs="q_heads.1.0.weight" in weights)
-            policy.load_heads(weights)
+        weights = saved_heads(directory, HEADS_FILE, required=True)
+        policy = cls(lm, two_qs="q_heads.1.0.weight" in weights)
+        policy.load_heads(weights)
         return policy
 
     def load_heads(self, weights):
@@ -598,9 +598,9 @@ def load(args, path, device):
     run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    with saved_heads(path, HEADS_FILE, args.revision) as weights:
-        if weights:
-            policy.load_heads(weights)
+    weights = saved_heads(path, HEADS_FILE, args.revision)
+    if weights:
+        policy.load_heads(weights)
     return policy, tokenizer
 
 
@@ -623,7 +623,7 @@ def encode(data, lm, tokenizer, args):
     data.logit_mask = check_logit_mask(data.logit_mask, lm)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
-    data.max_length = min(args.max_length, limit or args.max_length)
+    data.max_length = min(args.max_length, limit)
     data.episodes, data.report = encode_episodes(data.rows, tokenizer, data.max_length, "--dataset", encoder)
     for name, rows in data.eval_sets.items():
         episodes, report = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)

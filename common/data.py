@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from common.cli import QUOTED, InputError, build, is_missing, spec_path
+from common.cli import InputError, build, is_missing, spec_path
 from common.terminal import screen, visible
 
 TEXT_KINDS = (".jsonl", ".json", ".csv", ".txt")  # also with .gz
@@ -159,8 +159,8 @@ def load_sets(spec, flag):
     if not spec:
         return {}
     sets = {}
-    # commas in quotes and before key= belong to the options of a function
-    for source in re.findall(rf"(?:{QUOTED}|,(?=\s*\w+=)|[^,])+", spec) if isinstance(spec, str) else []:
+    # commas before key= belong to the options of a function
+    for source in re.findall(r"(?:,(?=\s*\w+=)|[^,])+", spec) if isinstance(spec, str) else []:
         source = source.strip()
         name = source.split(":")[1] if ":" in source else Path(source).stem
         if name in sets:

@@ -190,8 +190,7 @@ class Run:
 
     def _locked_folder(self):
         """The run directory, created if it is new, and locked."""
-        name = self.args.name or self.identity["algo"]
-        folder = Path(self.args.run_dir or f"runs/{name}-{self.identity['hash']}")
+        folder = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}")
         number = 1
         try:
             folder = first = folder.expanduser()
@@ -784,7 +783,7 @@ def open_tracker(accelerator, args, folder, identity):
         flags[flag] = value if isinstance(value, int | float) else str(value)
     run_id = re.sub(r"[^\w.-]", "_", f"{folder.resolve().name}-{identity['hash']}")
     place = {"id": run_id, "name": folder.name, "dir": str(folder)}
-    project = args.wandb_project or os.environ.get("WANDB_PROJECT", "plainrl")
+    project = os.environ.get("WANDB_PROJECT", "plainrl")
     accelerator.log_with = filter_trackers([args.track], folder)
     if not accelerator.log_with:
         raise ImportError(f"pip install {args.track}")

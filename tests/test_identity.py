@@ -276,8 +276,8 @@ def test_what_is_neither_plain_nor_rows_nor_a_named_function_needs_a_directory(b
     assert [value for value in others if not describe(value).endswith(UNKNOWN)] == []
 
 
-NEUTRAL = {"run_dir": "x", "name": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
-NEUTRAL |= {"track": "wandb", "wandb_project": "x", "push_to_hub": "a/b", "check": True}
+NEUTRAL = {"run_dir": "x", "resume": "never", "threads": 3, "save_every": 1, "keep_checkpoints": 1}
+NEUTRAL |= {"track": "wandb", "push_to_hub": "a/b", "check": True}
 NEUTRAL |= {"micro_batch_size": 1, "decode_batch_size": 1, "gradient_checkpointing": True}
 
 

@@ -769,10 +769,10 @@ def test_a_card():
 
 
 def test_the_command_of_a_card_names_its_launcher(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["algos/ppo.py", "--name", "a b"])
+    monkeypatch.setattr(sys, "argv", ["algos/ppo.py", "--run-dir", "a b"])
     for processes, launcher in ((1, "python"), (2, "torchrun --nproc_per_node 2")):
         found = environment(SimpleNamespace(num_processes=processes, device=torch.device("cpu")))
-        assert found["command"] == f"{launcher} algos/ppo.py --name 'a b'"
+        assert found["command"] == f"{launcher} algos/ppo.py --run-dir 'a b'"
 
 
 NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]

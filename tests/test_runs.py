@@ -20,10 +20,10 @@ def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
 def test_the_default_directory_is_named_by_what_decides_the_result(scripts, work, tmp_path):
     """What does: test_identity.py."""
     short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
-    for more in [], ["--name", "mine", "--micro-batch-size", "2"]:
+    for more in [], ["--resume", "never", "--micro-batch-size", "2"]:
         scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
-    mine, run = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run) and mine == run.replace("ppo", "mine")
+    run, again = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run) and again == f"{run}-2"
 
 
 def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work, ended, tmp_path):

@@ -56,7 +56,7 @@ from common.cli import Count, Fraction, InputError, Natural, NonNegative, Positi
 from common.data import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, set_flag, set_prefix, texts
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
+from common.model import draw_layers, load_decoder, load_lm, loading, max_positions, saved_heads, unsharded
 from common.sampling import evaluate_samples, read_data
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
 
@@ -598,9 +598,10 @@ def load(args, path, device):
     run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    weights = saved_heads(path, HEADS_FILE, args.revision)
-    if weights:
-        policy.load_heads(weights)
+    with loading("--model", path):
+        weights = saved_heads(path, HEADS_FILE, args.revision)
+        if weights:
+            policy.load_heads(weights)
     return policy, tokenizer
 
 

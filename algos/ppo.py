@@ -50,7 +50,7 @@ from torch.nn import functional as F
 from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
+from common.model import draw_layers, load_decoder, load_lm, loading, make_reference, saved_heads, unsharded
 from common.sampling import decode, evaluate_sets, generate_all, read_prompts, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all, split_lines, token_entropies
@@ -535,9 +535,10 @@ def evaluate(run, step, model, tokenizer, data, args):
 def make_policy(args, path, lm):
     """The language model with a new value head, or with the one in the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
-    weights = saved_heads(path, HEAD_FILE, args.revision)
-    if weights:
-        policy.load_value_head(weights)
+    with loading("--model", path):
+        weights = saved_heads(path, HEAD_FILE, args.revision)
+        if weights:
+            policy.load_value_head(weights)
     return policy.to(lm.device)
 
 

@@ -119,8 +119,9 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """Shape of the learning rate schedule after the warm-up."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay of weight matrices, not of biases and norms (the authors' code and TRL: 1e-4)."""
-    batch_size: Count = 64
-    """Images per optimizer step, each with its denoising steps, over all processes (the authors' code: 64)."""
+    batch_size: Count | None = None
+    """Images per optimizer step, each with its denoising steps, over all processes. Default: 64 (the authors' code), or
+    --rollout-batch-size if that is less."""
     micro_batch_size: Count = 8
     """(image, step) pairs per process and forward pass. Changes memory and speed; the result only by rounding."""
 
@@ -148,6 +149,12 @@ class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
     """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
     eval_every: Natural = 40
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
+
+    def __post_init__(self):
+        """A step's size that is not given is at most that of the rollout."""
+        if self.batch_size is None:
+            self.batch_size = min(64, self.rollout_batch_size)
+        super().__post_init__()
 
     def problems(self):
         if self.stat_min_count > self.stat_buffer_size:

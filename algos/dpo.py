@@ -434,7 +434,7 @@ def encode(data, lm, tokenizer, args):
         takers = "sft.py, ppo.py, grpo.py and ilql.py take both"
         raise InputError(f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; {takers}")
     limit = max_positions(lm)
-    max_length = min(args.max_length, limit or args.max_length)
+    max_length = min(args.max_length, limit)
     data.pairs, data.report = encode_pairs(data.rows, tokenizer, max_length, args, "--dataset")
     for name, rows in data.eval_sets.items():
         data.eval_sets[name], report = encode_pairs(rows, tokenizer, max_length, args, set_flag(name))

@@ -90,8 +90,9 @@ class Args(RolloutArgs):
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
     classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
     trained (algos/README.md, "Distillation")."""
-    rollout_batch_size: Count = 512
-    """Episodes per iteration, over all processes: --group-size for each prompt."""
+    rollout_batch_size: Count | None = None
+    """Episodes per iteration, over all processes: --group-size for each prompt. Default: 512, or --total-episodes if
+    that is less."""
     group_size: Count = 8
     """Responses per prompt, whose scores are compared (Shao et al. 2024: 64; TRL: 8)."""
     ppo_epochs: Count = 1
@@ -133,15 +134,24 @@ class Args(RolloutArgs):
     16 took 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate schedule after the warm-up."""
-    batch_size: Count = 512
-    """Rows per optimizer step, over all processes; if not given, at most --rollout-batch-size (Shao et al. 2024: 1024,
-    all episodes of an iteration)."""
+    batch_size: Count | None = None
+    """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (Shao et al.
+    2024: 1024, all episodes of an iteration)."""
 
     # ---- run
     save_every: Natural = 20
     """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
     eval_every: Natural = 20
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
+
+    def __post_init__(self):
+        """A rollout size that is not given is at most the length of the run, a step's at most that of the rollout."""
+        if self.rollout_batch_size is None:
+            self.rollout_batch_size = min(512, self.total_episodes)
+        if self.batch_size is None:
+            self.batch_size = min(512, self.rollout_batch_size)
+        super().__post_init__()
+        self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
     def problems(self):
         if self.reward is None and self.ref_model is None:

@@ -67,7 +67,7 @@ from common.data import (
 )
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run
-from common.model import draw_layers, load_decoder, load_lm, max_positions, saved_heads, unsharded
+from common.model import draw_layers, load_decoder, load_lm, loading, max_positions, saved_heads, unsharded
 from common.sampling import evaluate_samples
 from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
 
@@ -270,9 +270,9 @@ class PolicyWithQ(nn.Module):
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its heads. options go to from_pretrained."""
         lm = load_decoder(directory, **options)
-        with saved_heads(directory, HEADS_FILE, required=True) as weights:
-            policy = cls(lm, two_qs="q_heads.1.0.weight" in weights)
-            policy.load_heads(weights)
+        weights = saved_heads(directory, HEADS_FILE, required=True)
+        policy = cls(lm, two_qs="q_heads.1.0.weight" in weights)
+        policy.load_heads(weights)
         return policy
 
     def load_heads(self, weights):
@@ -609,7 +609,8 @@ def load(args, path, device):
     run."""
     lm, tokenizer = load_lm(args, path, device)
     policy = PolicyWithQ(lm, args.two_qs, args.seed)
-    with saved_heads(path, HEADS_FILE, args.revision) as weights:
+    with loading("--model", path):
+        weights = saved_heads(path, HEADS_FILE, args.revision)
         if weights:
             policy.load_heads(weights)
     return policy, tokenizer
@@ -634,7 +635,7 @@ def encode(data, lm, tokenizer, args):
     data.logit_mask = check_logit_mask(data.logit_mask, lm)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
-    data.max_length = min(args.max_length, limit or args.max_length)
+    data.max_length = min(args.max_length, limit)
     data.episodes, data.report = encode_episodes(data.rows, tokenizer, data.max_length, "--dataset", encoder)
     for name, rows in data.eval_sets.items():
         episodes, report = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)

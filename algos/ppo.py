@@ -51,7 +51,7 @@ from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, buil
 from common.data import read_data
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
-from common.model import draw_layers, load_decoder, load_lm, make_reference, saved_heads, unsharded
+from common.model import draw_layers, load_decoder, load_lm, loading, make_reference, saved_heads, unsharded
 from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
 from common.scoring import Episodes, in_float32, line_logprobs, score_all, split_lines, token_entropies
@@ -66,8 +66,9 @@ class Args(RolloutArgs):
     """Proximal policy optimisation of a language model."""
 
     # ---- algorithm
-    rollout_batch_size: Count = 512
-    """Episodes per iteration, over all processes (code of Ziegler et al.: 512)."""
+    rollout_batch_size: Count | None = None
+    """Episodes per iteration, over all processes. Default: 512 (code of Ziegler et al.), or --total-episodes if that is
+    less."""
     ppo_epochs: Count = 4
     """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
     kl_coef: NonNegative = 0.05
@@ -125,8 +126,18 @@ class Args(RolloutArgs):
     """Shape of the learning rate schedule after the warm-up."""
     adam_eps: NonNegative = 1e-5
     """Epsilon of AdamW (Huang et al. 2024)."""
-    batch_size: Count = 512
-    """Rows per optimizer step, over all processes (code of Ziegler et al.: all episodes of an iteration)."""
+    batch_size: Count | None = None
+    """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (code of
+    Ziegler et al.: all episodes of an iteration)."""
+
+    def __post_init__(self):
+        """A rollout size that is not given is at most the length of the run, a step's at most that of the rollout."""
+        if self.rollout_batch_size is None:
+            self.rollout_batch_size = min(512, self.total_episodes)
+        if self.batch_size is None:
+            self.batch_size = min(512, self.rollout_batch_size)
+        super().__post_init__()
+        self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
     def problems(self):
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
@@ -305,8 +316,7 @@ class PolicyWithValue(nn.Module):
     def load(cls, directory, **options):
         """The exported model of a run, `<run>/hf_model`, with its head. options go to from_pretrained."""
         model = cls(load_decoder(directory, **options))
-        with saved_heads(directory, HEAD_FILE, required=True) as weights:
-            model.load_value_head(weights)
+        model.load_value_head(saved_heads(directory, HEAD_FILE, required=True))
         return model
 
     def load_value_head(self, weights):
@@ -526,7 +536,8 @@ def evaluate(run, step, model, tokenizer, data, args):
 def make_policy(args, path, lm):
     """The language model with a new value head, or with the one in the --model directory."""
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
-    with saved_heads(path, HEAD_FILE, args.revision) as weights:
+    with loading("--model", path):
+        weights = saved_heads(path, HEAD_FILE, args.revision)
         if weights:
             policy.load_value_head(weights)
     return policy.to(lm.device)

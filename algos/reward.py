@@ -344,7 +344,7 @@ def main(args):
         return run.result()
     accelerator = run.accelerator
     lm, tokenizer, new_head = load(args, path, accelerator.device)
-    max_length = min(args.max_length, max_positions(lm) or args.max_length)
+    max_length = min(args.max_length, max_positions(lm))
     encode(data, tokenizer, max_length)
     run.check_inputs(data, model=lm)
     packing = hasattr(lm, "score") and can_pack(lm, args.packing, run.say)

@@ -198,7 +198,7 @@ def encode(data, lm, tokenizer, args):
     if encoder and not args.completion_only_loss:
         raise InputError("--no-completion-only-loss does not work with encoder-decoders")
     limit = max_positions(lm)
-    max_length = min(args.max_length, limit or args.max_length)
+    max_length = min(args.max_length, limit)
 
     def encode_set(rows, flag):
         return encode_rows(rows, tokenizer, max_length, args.completion_only_loss, flag, encoder)

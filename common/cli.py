@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -16,7 +15,6 @@ import os
 import re
 import signal
 import sys
-import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,12 +54,7 @@ def flag_of(name):
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that is not UTF-8
     try:
-        if {"-h", "--help"} & set(sys.argv):
-            print_help(args_class, everything="all" in sys.argv)
         refuse_repeated(sys.argv[1:])
         main(parse(sys.argv[1:], args_class, task))
     except KeyboardInterrupt:
@@ -72,12 +65,16 @@ def cli(args_class, main, task=None):
         sys.exit(2)
 
 
-def refuse_repeated(words):
-    """InputError for each flag that is given twice, of which tyro would silently take the last."""
+def refuse_repeated(words, source=""):
+    """InputError for each flag that is given twice, of which tyro would silently take the last. source: begins it."""
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
     repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
-    stop_if([f"{flag} is given twice: give it once" for flag in repeated])
+    stop_if([f"{source}{flag} is given twice: give it once" for flag in repeated])
+
+
+ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
+embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
 def parse(argv, args_class, task=None):
@@ -90,16 +87,16 @@ def parse(argv, args_class, task=None):
     files, words = parser.parse_known_args(argv)
     flags = {word.partition("=")[0] for word in argv}
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
-    paths = [task] if takes_task else files.config
-    script = Path(task or "").stem
-    problems = other_names(words, args_class, script)
-    for path in reversed(paths):
-        added = read_config(path, args_class, skips_unknown=takes_task)
-        problems += other_names(added, args_class, script, f"--config {path}: ")
-        words = added + words
-    stop_if(problems)
-    prog = " --config ".join([Path(sys.argv[0]).name, *paths])  # so that tyro's errors name the files
-    args = tyro.cli(args_class, prog=prog, args=words)
+    for path in reversed([task] if takes_task else files.config):
+        words = read_config(path, args_class, skips_unknown=takes_task) + words
+    stop_if(foreign_names(words, args_class, Path(task or "").stem))
+    fields = args_class.__dataclass_fields__
+    # help begins with what must be given and what stands in the script
+    in_order = dict.fromkeys([*args_class.required, *args_class.__annotations__, *fields])
+    args_class.__dataclass_fields__ = {name: fields[name] for name in in_order}
+    prog = " --config ".join([Path(sys.argv[0]).name, *files.config])  # so that tyro's errors name the files
+    about = f"{inspect.getdoc(args_class)} {ABOUT_FLAGS}"
+    args = tyro.cli(args_class, prog=prog, description=about, args=words)
     if takes_task and os.environ.get("RANK", "0") == "0":
         print("no --model, --dataset or --config: running the embedded task, as set in")
         print(f"{task}; flags override them", flush=True)
@@ -117,92 +114,44 @@ def read_config(path, args_class, skips_unknown=False):
     skips_unknown: whether flags that args_class lacks are left out."""
     file = Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
     try:
-        text = file.read_text()
-        entries = yaml.load(text, Loader=yaml.BaseLoader).items()
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise InputError(f"--config {path} cannot be read as lines like `lr: 1e-5`: {problem}") from None
-    flags = [flag_of(name) for name in re.findall(r"(?m)^([\w-]+) *:", text)]
-    # PyYAML silently takes the last one
-    stop_if([f"--config {path}: {flag} is given twice" for flag in set(flags) if flags.count(flag) > 1])
+        entries = yaml.compose(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, yaml.MappingNode):
+        raise InputError(f"--config {path} cannot be read: expected lines like `lr: 1e-5`")
+    refuse_repeated([flag_of(name.value) for name, _ in entries.value], f"--config {path}: ")
     types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []
-    for name, value in entries:
-        flag = flag_of(name)
+    for name, node in entries.value:
+        flag = flag_of(name.value)
         if flag not in types and skips_unknown:
             continue
-        values = value if isinstance(value, list) else ["None" if value in ("null", "~") else value]
-        if not all(isinstance(each, str) for each in values):
-            raise InputError(f"--config {path}: {flag} must be a value, or a list of values")
-        is_on = SafeConstructor.bool_values.get(str(value).lower())
-        if types.get(flag) is bool and is_on is not None:
+        value = node.value
+        if isinstance(node, yaml.SequenceNode):
+            words += [flag, *(str(item.value) for item in value)]
+        elif types.get(flag) is bool and str(value).lower() in SafeConstructor.bool_values:
+            is_on = SafeConstructor.bool_values[value.lower()]
             words.append(flag if is_on else flag.replace("--", "--no-"))
         else:
-            words += [flag, *values]
+            words += [flag, "None" if value in ("null", "~") else str(value)]
     return words
 
 
-def other_names(words, args_class, script, source=""):
-    """A sentence, which begins with the source, for each flag that the script lacks. If it or a similar one is of TRL,
-    trlX or another of our scripts, it quotes the row of algos/MIGRATION.md: from the script's section, else from that
-    of every script, else from another's."""
+def foreign_names(words, args_class, script):
+    """A sentence for each flag that the script lacks and that has a row in algos/MIGRATION.md, as those of TRL and trlX
+    have: it quotes the row, from the script's section, else from that of every script, else from another's."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
-    found = []  # (how far it is from the script, flag, what is said of it)
-    for section in text.split("\n## "):
-        title = section.partition("\n")[0]
-        distance = {f"{script}.py": 0, "Every script": 1}.get(title, 3)
-        where = f"{title} has " if distance == 3 else ""
-        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", section):
-            said = f"algos/MIGRATION.md says: {where}{here}. {note}".rstrip(". ")
-            found += [(distance, flag_of(name), said) for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs)]
-    for path in ROOT.glob("algos/*.py"):
-        args = path.read_text().partition("\nclass Args")[2].partition("\n\n\n")[0]
-        for name in re.findall(r"(?m)^    (\w+): .* = ", args):
-            found.append((2, flag_of(name), f"it is a flag of {path.name}"))
-    known = {flag: said for _, flag, said in sorted(found, reverse=True)}  # the nearest comes last and stays
-    own = {"--config", *(flag_of(field.name) for field in dataclasses.fields(args_class))}
-    known |= {flag: "" for flag in own}
-    problems = []
-    for flag in sorted({flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}):
-        name = flag.replace("--no-", "--")
-        if name in own or flag.startswith("--tyro-"):
-            continue
-        hint = known.get(name, "--help all lists the flags")
-        if name not in known and (similar := difflib.get_close_matches(name, known, 1, cutoff=0.85)):
-            hint = f"did you mean {similar[0]}? {known[similar[0]]}".strip()
-        problems.append(f"{source}there is no {flag} here; {hint}")
-    return problems
-
-
-ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config,
-the script runs its embedded task with that task's settings. --config FILE reads
-flags from a YAML file; your other flags override it. --help all also lists the
-flags that scripts share."""
-
-
-def print_help(args_class, everything):
-    """Prints tyro's help of the required flags and those that stand in the script, or of everything, and exits."""
-    import docstring_parser  # comes with tyro
-    import tyro
-
-    texts = {}
-    for base in filter(dataclasses.is_dataclass, reversed(args_class.__mro__)):
-        for entry in docstring_parser.parse_from_object(base).params:
-            texts[entry.arg_name] = " ".join(entry.description.split())
-    fields = {field.name: field for field in dataclasses.fields(args_class)}
-    shown = []
-    for name in dict.fromkeys([*args_class.required, *args_class.__annotations__, *(fields if everything else [])]):
-        annotation = Annotated[fields[name].type, tyro.conf.arg(help=texts.get(name))]
-        shown.append((name, annotation, copy.copy(fields[name])))
-    try:
-        print(inspect.getdoc(args_class), ABOUT_FLAGS, sep="\n", end="\n\n")
-        with contextlib.suppress(SystemExit):
-            tyro.cli(tyro.conf.DisallowNone[dataclasses.make_dataclass("Flags", shown)], args=["--help"])
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's last flush would fail, too
-    sys.exit(0)
+    sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
+    said = {}
+    for title in dict.fromkeys([f"{script}.py", "Every script", *sections]):
+        where = "" if title in (f"{script}.py", "Every script") else f"{title} has "
+        for theirs, here, note in re.findall(r"(?m)^\| (.*?) \| (.*?) \| ?(.*?) ?\|$", sections.get(title, "")):
+            for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
+                said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
+    given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
+    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
 # ---- Ranges ----------------------------------------------------------------------------------------------------------
@@ -217,21 +166,14 @@ class Range(NamedTuple):
 
 Count = Annotated[int, Range("at least 1 (and below 2**31)", range(1, 2**31).__contains__)]
 Natural = Annotated[int, Range("at least 0 (and below 2**31)", range(2**31).__contains__)]
-Threads = Annotated[int, Range("from 1 to 1024", range(1, 1025).__contains__)]  # more can crash the process
-Layers = Annotated[int, Range("-1 or more", lambda value: value >= -1)]
 Positive = Annotated[float, Range("a positive number (1e-30 to 1e30)", lambda value: 1e-30 <= value <= 1e30)]
 NonNegative = Annotated[float, Range("0 or a positive number (up to 1e30)", lambda value: 0 <= value <= 1e30)]
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
-Decay = Annotated[float, Range("in [0, 1)", lambda value: 0 <= value < 1)]
-NonEmpty = Annotated[str, Range("a text that is not empty", bool)]
-Option = Annotated[str, Range("key=value", re.compile(r"\w+=.+").fullmatch)]
-Name = Annotated[str, Range("letters and digits, after the first also . _ -", re.compile(r"[^\W_][\w.-]*").fullmatch)]
-Repository = Annotated[str, Range("org/name", re.compile(r"[^/]+/[^/]+").fullmatch)]
 
 
 def find_range(annotation):
-    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Decay, Decay]`; None if it has none."""
+    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Share, Share]`; None if it has none."""
     if isinstance(annotation, Range):
         return annotation
     inner = typing.get_args(annotation)
@@ -310,12 +252,12 @@ class WeightArgs:
 class ModelArgs(WeightArgs):
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
-    template_options: tuple[Option, ...] = ()
+    template_options: tuple[str, ...] = ()
     """Options of the tokenizer's chat template, such as enable_thinking=false."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
     """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
     left padding it gives NaN in float64 for several model families."""
-    num_layers_unfrozen: Layers = -1
+    num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
     """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
@@ -325,7 +267,7 @@ class ModelArgs(WeightArgs):
 class SamplingArgs:
     max_new_tokens: Count = 64
     """Maximum length of a response, in tokens."""
-    stop: tuple[NonEmpty, ...] = ()
+    stop: tuple[str, ...] = ()
     """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
     are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
     eval_temperature: NonNegative = 1.0
@@ -354,8 +296,6 @@ class SamplingArgs:
 
 @dataclass
 class OptimizerArgs:
-    lr: Positive = 1e-5
-    """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the learning rate schedule after the warm-up."""
     lr_final: NonNegative = 0.0
@@ -364,7 +304,7 @@ class OptimizerArgs:
     """Optimizer steps of linear warm-up."""
     decay_steps: Count | None = None
     """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Decay rates of AdamW's moments."""
     adam_eps: NonNegative = 1e-8
     """Epsilon of AdamW."""
@@ -403,13 +343,11 @@ class OptimizerArgs:
 class RunArgs:
     run_dir: str | None = None
     """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
-    name: Name | None = None
-    """Replaces <algo> in the default of --run-dir, so that you can recognise the run."""
     resume: str = "auto"
     """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
     seed: int = 1
     """Seed of every random draw."""
-    threads: Threads | None = None
+    threads: Count | None = None
     """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
     an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
@@ -426,10 +364,9 @@ class RunArgs:
     eval_every: Natural = 100
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Also send the metrics to a tracker (WANDB_MODE=offline works without an account)."""
-    wandb_project: str | None = None
-    """Project name for --track; default: WANDB_PROJECT, or plainrl."""
-    push_to_hub: Repository | None = None
+    """Also send the metrics to a tracker, under the project WANDB_PROJECT or else plainrl (WANDB_MODE=offline works
+    without an account)."""
+    push_to_hub: str | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
     is already finished uploads nothing."""
     check: bool = False
@@ -437,8 +374,6 @@ class RunArgs:
     would take, and the peak memory, and exit. Writes nothing."""
 
     def __post_init__(self):
-        if hasattr(self, "rollout_batch_size") and self.batch_size == type(self).batch_size:
-            self.batch_size = min(self.batch_size, self.rollout_batch_size)
         stop_if([*problems_of(self), *self.problems()])
 
     def problems(self):
@@ -471,16 +406,8 @@ class RolloutArgs(TextArgs):
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     total_episodes: Count = 65536
     """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
-    rollout_batch_size: Count = 512
-    """Episodes per iteration, over all processes."""
     temperature: Positive = 1.0
     """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
-
-    def __post_init__(self):
-        if self.rollout_batch_size == type(self).rollout_batch_size:
-            self.rollout_batch_size = min(self.rollout_batch_size, self.total_episodes)
-        super().__post_init__()
-        self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
     @property
     def num_iterations(self):
@@ -494,7 +421,6 @@ class RolloutArgs(TextArgs):
 # ---- Spec strings ----------------------------------------------------------------------------------------------------
 
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
-QUOTED = r"""(?<=[=,\[{ ])(?:'[^']*'|"(?:[^"\\]|\\.)*")"""  # a value in quotes, in the options
 
 
 def spec_path(spec):
@@ -515,19 +441,16 @@ def is_missing(name):
     return is_path and not spec_path(name)
 
 
-class OptionLoader(yaml.SafeLoader):
-    """Reads the values of options as they are typed: but for numbers, true, false and null they are texts. In YAML a
-    date is no text, either, and `no` is false: words that may mean this are refused without quotes."""
-
-    yaml_implicit_resolvers = {
-        None: [
-            ("tag:yaml.org,2002:null", re.compile("(null|~|)$")),
-            ("tag:yaml.org,2002:bool", re.compile("(true|True|TRUE|false|False|FALSE)$")),
-            ("tag:yaml.org,2002:int", re.compile("[-+]?(0|[1-9][0-9]*)$")),
-            ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$")),
-            ("write true or false, or put it into quotes", re.compile("(yes|no|on|off)$", re.IGNORECASE)),
-        ]
-    }
+def read_options(words, where):
+    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text. where: begins an error."""
+    options = {}
+    for word in words:
+        try:
+            key, value = word.split("=", 1)
+            options[key.strip()] = yaml.safe_load(value)
+        except (ValueError, yaml.YAMLError) as error:
+            raise InputError(f"{where}: expected key=value, not {word}: {' '.join(str(error).split())}") from None
+    return options
 
 
 def load_function(spec, flag):
@@ -544,16 +467,8 @@ def load_function(spec, flag):
     function = getattr(module, match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    parts = re.split(f"({QUOTED})", match["options"] or "")  # every second one is in quotes
-    parts[::2] = [re.sub(r"(^|,)\s*(\w+)=", r"\1\2: ", part) for part in parts[::2]]
-    options = "".join(parts)
-    try:
-        function = functools.partial(function, **OptionLoader("{" + options + "}").get_single_data())
-        inspect.signature(function)  # ValueError for an option that it does not take
-    except Exception as error:  # of YAML, which raises what it likes
-        problem = " ".join(str(error).split())
-        raise InputError(f"{flag} {spec}: expected key=value,... after the function: {problem}") from None
-    return function
+    options = match["options"].split(",") if match["options"] else []
+    return functools.partial(function, **read_options(options, f"{flag} {spec}"))
 
 
 @functools.cache
@@ -607,11 +522,9 @@ def accepted(function, name, row, given):
     """What a user's function takes of the names in `given` and the row's columns: all of them if it has **columns.
     InputError if it needs more. name: its name in errors."""
     columns = [column for column in row if column != "prompt"]
-    taken = [column for column in columns if column in given]
-    taken += [column for column in columns if column in getattr(function, "keywords", {})]  # options behind its name
+    others = [*given, *getattr(function, "keywords", {})]  # keywords: options behind its name
+    taken = [column for column in columns if column in others]
     stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
-    options = [option for option in getattr(function, "keywords", {}) if option in given]
-    stop_if([f"rename the option {option!r}: {name} gets something else under this name" for option in options])
     names = [*given, *columns]
     signature = inspect.signature(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
@@ -647,29 +560,19 @@ def call_function(function, name, rows, given):
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         if inspect.iscoroutine(result):
-            result = event_loop(process).run_until_complete(result)
-    except BaseException as error:
+            result = event_loop().run_until_complete(result)
+    except Exception as error:
+        error.add_note(f"in a call of {name}")  # a traceback says it last
+        raise
+    finally:
         if os.getpid() != process:  # a child that the function forked, which must not go on as a process of the run
-            code = 1
-            if isinstance(error, SystemExit):
-                code = error.code if isinstance(error.code, int) else bool(error.code)
-            else:
-                traceback.print_exception(error)
-            os._exit(code)
-        if isinstance(error, Exception) and not isinstance(error, InputError):
-            error.add_note(f"in a call of {name}")  # a traceback says it last
-        if isinstance(error, Exception | KeyboardInterrupt | Stopped):
-            raise
-        # sys.exit would end the run as if it had succeeded; nothing else catches what is no Exception
-        raise RuntimeError(f"{name} ended with {error!r}") from error
-    if os.getpid() != process:
-        os._exit(0)
+            os._exit(1)
     return result
 
 
 @functools.cache
-def event_loop(process):
-    """The event loop of all coroutines of a process: a client that they keep belongs to one loop."""
+def event_loop():
+    """The event loop of all coroutines: a client that they keep belongs to one loop."""
     return asyncio.new_event_loop()
 
 
@@ -692,9 +595,7 @@ def call_reward(function, name, rows, given, lengths=None):
         where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
         raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
-    if others:
-        others = checked_columns(name, others, len(rows))
-    return checked, others
+    return checked, checked_columns(name, others, len(rows))
 
 
 # Columns of samples.jsonl whose names a metric function may not use.
@@ -709,11 +610,11 @@ def call_metric(function, name, rows, given):
 def checked_columns(name, columns, count):
     """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
     expected = f"{name} must return {{name: list of {count} finite numbers}}"
-    if not isinstance(columns, dict) or not columns:
+    if not isinstance(columns, dict):
         raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, count) for column, values in columns.items()}
     for column, values in checked.items():
-        if not isinstance(values, list) or not isinstance(column, str):
+        if not isinstance(values, list):
             raise InputError(f"{expected}; {column!r}: {columns[column]!r:.60} is not that")
         if column in TAKEN:
             raise InputError(f"{name} returned a metric with the name {column!r}, which is taken: choose another name")
@@ -725,31 +626,23 @@ def call_rollout(function, name, rows, given, sampled):
     to max_new_tokens. sampled: per row all (context, ids) that `sample` has returned in this call. A trained segment is
     made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
     value = call_function(function, name, rows, given)
-    responses, columns = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    expected = f"{name} must return a list of {len(rows)} lists of (ids, trained), or that and {{column: list}}"
-    if not isinstance(responses, list) or not isinstance(columns, dict) or len(responses) != len(rows):
-        raise InputError(f"{expected}; it returned {value!r:.60}")
-    for column, values in columns.items():
-        is_new = isinstance(column, str) and column not in rows[0]
-        if not (is_new and isinstance(values, list) and len(values) == len(rows)):
-            raise InputError(f"{expected}; {column!r} is a column of the rows, or has not one value per row")
-    vocabulary = len(given["model"].get_input_embeddings().weight)
+    responses, columns = value if isinstance(value, tuple) else (value, {})
+    for values in (responses, *columns.values()):
+        if len(values) != len(rows):
+            expected = f"a list of {len(rows)} responses, or that and {{column: list of {len(rows)} values}}"
+            raise InputError(f"{name} returned {len(values)} values, expected {expected}")
+    stop_if([f"{name} returned {column!r}, a column of the rows" for column in columns if column in rows[0]])
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt'][-60:]!r}"
-        try:
-            segments = [([*map(operator.index, ids)], bool(trained)) for ids, trained in segments]
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: of tensors
-            raise InputError(f"{expected}; for prompt {row['prompt'][-60:]!r}: {segments!r:.60}") from None
         response = []
         room = given["max_new_tokens"]
         for ids, trained in segments:
+            ids = [*map(operator.index, ids)]
             after = before + ids
-            if not all(0 <= token < vocabulary for token in ids):
-                raise InputError(f"{where}: an id is not one of the model's {vocabulary}")
             if trained and known and sampled_part(before, after, known) != after:
                 raise InputError(f"{where}: trained ids that `sample` did not return behind exactly the ids before")
-            response.append((ids[:room], trained))
+            response.append((ids[:room], bool(trained)))
             room -= len(ids[:room])
             before = after
         if not any(ids and trained for ids, trained in response):

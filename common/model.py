@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -19,15 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, OptionLoader, is_missing, spec_path
+from common.cli import InputError, is_missing, read_options, spec_path
 from common.data import collate
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
-
-# Options of a LoRA adapter that its layers in a transformers model, or their export, would lose.
-LOST_OPTIONS = """trainable_token_indices ensure_weight_tying lora_bias alora_invocation_tokens use_qalora use_bdlora
-    velora_config monteclora_config arrow_config kasa_config layer_replication""".split()
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
@@ -51,13 +48,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, revision)
     if args.template_options:
-        with loading("--template-options", args.template_options):
-            lines = "\n".join(option.replace("=", ": ", 1) for option in args.template_options)
-            options = OptionLoader(lines).get_single_data()
+        options = read_options(args.template_options, "--template-options")
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        tokenizer("")  # fails with a limit that is no number
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
@@ -100,16 +94,7 @@ def load_tokenizer(args, path, revision):
             raise ValueError("it has no tokenizer: give one with --tokenizer")
     elif source != path:
         revision = None
-    name, options = gguf(source)
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code, **options)
-
-
-def gguf(name):
-    """(name, options) for from_pretrained, to which a GGUF file is a directory and an option."""
-    if not name.endswith(".gguf"):
-        return name, {}
-    folder, file = os.path.split(os.path.abspath(name))
-    return folder, {"gguf_file": file}
+    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def load_weights(auto_class, path, revision=None, **keywords):
@@ -123,26 +108,16 @@ def load_weights(auto_class, path, revision=None, **keywords):
 
     base, base_revision = adapter_base(path, revision)
     keywords["revision"] = base_revision if base else revision
-    name, options = gguf(base or path)
-    keywords |= options
-    config = transformers.AutoConfig.from_pretrained(name, **keywords)
+    config = transformers.AutoConfig.from_pretrained(base or path, **keywords)
     if auto_class == "AutoModelForCausalLM" and config.is_encoder_decoder:
         auto_class = "AutoModelForSeq2SeqLM"
-    keywords |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, report = getattr(transformers, auto_class).from_pretrained(name, **keywords)
-    if options:  # its weights are ordinary ones now
-        model.hf_quantizer.remove_quantization_config(model)
-        model.name_or_path = base or path
+    kind = getattr(transformers, auto_class)
+    model, report = kind.from_pretrained(base or path, output_loading_info=True, **keywords)
     missing = {*report["missing_keys"]}
-    mismatched = report["mismatched_keys"]
     if base:
-        sizes = transformers.modeling_utils.LoadStateDictConfig(ignore_mismatched_sizes=True)
-        report = model.load_adapter(path, adapter_kwargs={"revision": revision}, load_config=sizes)
+        report = model.load_adapter(path, adapter_kwargs={"revision": revision})
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-        mismatched = [entry for entry in mismatched if entry[0] in from_base] + [*report.mismatched_keys]
-    for name, shape, expected in mismatched:
-        raise ValueError(f"{name} has shape {[*shape]}, expected {[*expected]}")
     return model, sorted(missing)
 
 
@@ -173,8 +148,7 @@ def check_model(model, tokenizer, missing, is_lm):
     """Raises ValueError for weights that would be random, be lost in an export, or fail late."""
     adapters = getattr(model, "peft_config", {}).values()
     for adapter in adapters:
-        is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
-        if not is_plain or any(getattr(adapter, option, None) for option in LOST_OPTIONS):
+        if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
             raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
     if is_lm:
         kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
@@ -184,18 +158,9 @@ def check_model(model, tokenizer, missing, is_lm):
             raise ValueError(f"{missing[0]} is missing")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
-        for token in end_tokens(model):
-            if not isinstance(token, int) or token < 0:
-                raise ValueError(f"the eos_token_id of its generation_config is {token!r}, expected ids of tokens")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise ValueError(f"{name} is not finite")
-    tokenizer.num_embeddings = len(model.get_input_embeddings().weight)
-    markers = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    markers -= {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    highest = max({*tokenizer.get_vocab().values()} - markers)  # others, such as <image>: see `check_known`
-    if highest >= tokenizer.num_embeddings:
-        raise ValueError(f"the model has no embedding for the token {highest} of the tokenizer")
 
 
 def adapter_base(path, revision=None):
@@ -205,14 +170,7 @@ def adapter_base(path, revision=None):
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
         config = json.loads(Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text())
-    base = config.get("base_model_name_or_path")
-    if is_missing(base):
-        raise InputError(
-            f"{path}: its base {base} is not there: correct base_model_name_or_path in adapter_config.json"
-        )
-    if base and Path(spec_path(base) or "", "adapter_config.json").exists():
-        raise InputError(f"{path}: its base {base} is an adapter, too: merge that into its model first")
-    return base, config.get("revision")
+    return config.get("base_model_name_or_path"), config.get("revision")
 
 
 def load_model(args, path, flag="--model"):
@@ -225,10 +183,6 @@ def load_model(args, path, flag="--model"):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ends = list(dict.fromkeys([*end_tokens(model), tokenizer.eos_token_id]))  # without repetitions
-    ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.added_tokens_decoder}
-    for token in tokenizer.convert_ids_to_tokens([end for end in ends if end in ordinary]):
-        # a configuration made without eos_token_id may have 2
-        screen.say(f"warning: {flag}: responses end at the ordinary token {token!r}, an eos_token_id of the model")
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
     tokenizer.ends = ends  # for `row_ends`
     tokenizer.answers_apart = model.config.is_encoder_decoder  # for `texts_behind`
@@ -238,8 +192,7 @@ def load_model(args, path, flag="--model"):
 def load_lm(args, path, device):
     """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_model(args, path)
-    with loading("--model", path) if isinstance(path, str) else contextlib.nullcontext():
-        lm = as_decoder(lm.to(device))  # which tries it
+    lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
     freeze(lm, args.num_layers_unfrozen)
     return lm, tokenizer
@@ -259,27 +212,23 @@ def load_decoder(directory, **options):
     return as_decoder(model)
 
 
-@contextlib.contextmanager
 def saved_heads(path, name, revision=None, required=False):
-    """Gives the weights {name: tensor} in a file beside the model; without such a file {}, or if required OSError.
-    Inside, what goes wrong is an InputError, as in `loading`."""
+    """The weights {name: tensor} in a file beside the model; without such a file {}, or if required OSError."""
     from transformers.utils import cached_file
 
-    found = None
-    if isinstance(path, str | Path):
-        errors = {"_raise_exceptions_for_missing_entries": required, "_raise_exceptions_for_connection_errors": False}
-        found = cached_file(spec_path(str(path)) or path, name, revision=revision, **errors)
-    with loading("--model", Path(str(path), name)):
-        yield safetensors.torch.load_file(found) if found else {}
+    if not isinstance(path, str | Path):
+        return {}
+    errors = {"_raise_exceptions_for_missing_entries": required, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(spec_path(str(path)) or path, name, revision=revision, **errors)
+    return safetensors.torch.load_file(found) if found else {}
 
 
 def make_reference(args, path, lm, tokenizer):
     """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
-        same_vocabulary = ref_tokenizer.get_vocab() == tokenizer.get_vocab()
-        if not same_vocabulary or ref.config.is_encoder_decoder != lm.config.is_encoder_decoder:
-            raise InputError(f"--ref-model {args.ref_model} differs from --model in kind or vocabulary")
+        if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"--ref-model {args.ref_model} differs from --model in its vocabulary")
         if ref is not lm:  # else it is one object for both flags
             ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
             share_frozen(ref, lm)
@@ -292,7 +241,7 @@ def make_reference(args, path, lm, tokenizer):
 
 
 def max_positions(lm):
-    """The longest row that the model's configuration allows, in tokens; None where it sets no limit."""
+    """The longest row that the model's configuration allows, in tokens; inf where it sets no limit."""
     config = lm.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length, rows depend on the longest one of their batch
@@ -301,7 +250,7 @@ def max_positions(lm):
     for module in lm.modules():
         if hasattr(module, "position_embeddings") and getattr(module, "padding_idx", None) is not None:
             limit -= module.padding_idx + 1  # of RoBERTa and others, whose positions begin behind that of padding
-    return limit if limit and limit > 0 else None  # XLNet says -1
+    return limit if limit and limit > 0 else math.inf  # XLNet says -1
 
 
 # ---- What is trained -------------------------------------------------------------------------------------------------
@@ -443,8 +392,6 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
         raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
-    if args.load_in_4bit and not getattr(lm, "is_loaded_in_4bit", False):
-        raise InputError("--load-in-4bit: --model is an object: load it in 4 bits yourself")
     if args.lora_r:
         add_adapters(lm, args, heads)
     elif not is_loaded:
@@ -473,16 +420,9 @@ def add_adapters(lm, args, heads):
     options = {"r": args.lora_r, "lora_alpha": args.lora_alpha or args.lora_r, "revision": args.revision}
     options |= {"exclude_modules": [*routers(lm)] or None, "modules_to_save": list(heads) or None}
     config = LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options)
-    if not lm.name_or_path:
-        raise InputError("--model is an object without name_or_path, by which adapters find their base: set it")
-    if lm.name_or_path.endswith(".gguf"):
-        raise InputError("--lora-r: adapters on a GGUF file load nowhere else: make a directory of it first, by sft.py")
     if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
         lm.name_or_path = os.path.realpath(lm.name_or_path)
-    try:
-        lm.add_adapter(config)
-    except ValueError as error:
-        raise InputError(f"--lora-targets {' '.join(args.lora_targets)}: {error}") from None
+    lm.add_adapter(config)
 
 
 @contextlib.contextmanager
@@ -546,9 +486,7 @@ class RewardModel:
         self.model = model.requires_grad_(False).eval().to(lm.device)
         share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
-        self.limit = min(max_positions(model) or 10**9, self.tokenizer.model_max_length)
-        if self.limit < 10**9:
-            screen.say(f"--reward reads the last {self.limit:,} tokens of longer texts")
+        self.limit = min(max_positions(model), self.tokenizer.model_max_length, 10**9)  # which may be no limit
 
     @torch.no_grad()
     def __call__(self, samples, ended):
@@ -585,20 +523,14 @@ def raise_heads(model):
 
 def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
     """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
-    `ended` have one end: that of a turn (`turn_end`) with chats, or where a turn in the text has it; otherwise the end
-    token."""
+    `ended` have one end: with chats that of a turn (`turn_end`), otherwise the end token."""
     eos = tokenizer.eos_token_id
-    end_token = [] if eos is None else [eos]
-    written, end_of_turn = turn_end(tokenizer)
-    end_of_turn = end_of_turn or end_token
-    special = [token for token in end_of_turn if token in tokenizer.added_tokens_decoder]
-    ends = tuple(tokenizer.convert_ids_to_tokens([*end_token, *special[-1:]]))
-    texts = list(texts)
-    for place, text in enumerate(texts):
-        if text.rstrip().endswith(ends):
-            texts[place] = text.rstrip()
-    room = max_length and max_length - len(end_of_turn)
-    encoded = tokenizer(texts, truncation=bool(max_length), max_length=room)["input_ids"]
+    end = [] if eos is None else [eos]
+    if chats:
+        _, end_of_turn = turn_end(tokenizer)
+        end = end_of_turn or end
+    room = max_length and max_length - len(end)
+    encoded = tokenizer(list(texts), truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
         if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
             del ids[0]  # a chat template writes its own
@@ -606,7 +538,6 @@ def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
         if is_added or ids[-2:] == [eos, eos]:
             del ids[-1]  # some tokenizers append it to every text; for RoBERTa and others it is a part of the input
         if is_ended or not ids:
-            end = end_of_turn if chats or (written and written in text) else end_token
             there = max(number for number in range(len(end) + 1) if ids[len(ids) - number :] == end[:number])
             ids += end[there:]
     return encoded
@@ -694,16 +625,15 @@ def can_pack(lm, packing, say):
     0. Says why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
-    problem = None
     first = torch.arange(9) < 4
     positions = torch.tensor([*range(4), *range(5)])
     if "flash" in str(lm.config._attn_implementation):
-        problem = "flash attention reads such positions only if there is a single line"
-    elif leaks(lm, first, ~first, position_ids=positions):
-        problem = "its layers carry over from one row into the next"
-    if problem:
-        say(f"--packing is off: {problem}")
-    return problem is None
+        say("--packing is off: flash attention reads such positions only if there is a single line")
+        return False
+    if leaks(lm, first, ~first, position_ids=positions):
+        say("--packing is off: its layers carry over from one row into the next")
+        return False
+    return True
 
 
 def leaks(lm, sources, readers, **inputs):

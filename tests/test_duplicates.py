@@ -138,6 +138,7 @@ def test_equal_flags_have_equal_type_and_every_flag_has_help():
         for name, (annotation, text) in written_flags(path).items():
             assert text, f"{path.name}: {name} has no docstring"
             assert not re.search(r"\b(ppo|grpo|ilql|sft|reward|dpo|ddpo)\.py\b", text), f"{path.name}: help of {name}"
+            annotation = annotation.removesuffix(" | None")  # None: not given, which a script may resolve by itself
             first_script, first_annotation = seen.setdefault(name, (path.name, annotation))
             assert annotation == first_annotation, f"{name} differs between {first_script} and {path.name}"
 

@@ -33,6 +33,7 @@ SPLITS = {
     "train": [{"prompt": p, "completion": p + "a"} for p in "bcd"],
     "held_out": [{"prompt": p, "completion": "u" + p} for p in "efgh"],
 }
+VALUE_HEAD = {"0.weight": torch.full((1, 12), 0.5), "0.bias": torch.full((1,), 0.25)}
 EXPORT = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 SFT = "sft --total-steps 2 --batch-size 2 --eval-dataset None --save-every 0 --threads 1 --dataset train.jsonl"
 PPO = """ppo --total-episodes 4 --rollout-batch-size 4 --batch-size 4 --save-every 0 --max-new-tokens 4 --threads 1
@@ -99,7 +100,7 @@ def work(tmp_path_factory, build_model):
     for name in ("judge", "maze"):
         put_in_cache(work / "HF_HOME/hub", f"org/{name}", main=work / name)
     shutil.copytree(work / "main", work / "policy")
-    save_file({"0.weight": torch.zeros(1)}, work / "policy/value_head.safetensors")
+    save_file(VALUE_HEAD, work / "policy/value_head.safetensors")
     put_in_cache(work / "HF_HOME/hub", "org/policy", main=work / "policy")
     splits = {name: write(work / f"{name}.jsonl", rows) for name, rows in SPLITS.items()}
     cache = work / "HF_HOME/datasets"
@@ -235,9 +236,10 @@ def test_commits_of_models(work, monkeypatch, build_model, build_pipeline):
 
 
 def test_a_value_head_of_the_hub_is_read(run, work):
-    """Here it is one of another model."""
-    [err] = run(f"{PPO} --model org/policy --reward judge:GOOD --run-dir policy-run", code=2)
-    assert "--model org/policy/value_head.safetensors cannot be loaded: " in err
+    """A step of 1e-30 leaves it as it is."""
+    run(f"{PPO} --model org/policy --reward judge:GOOD --lr 1e-30 --run-dir policy-run")
+    found = load_file(work / "policy-run/hf_model/value_head.safetensors")
+    torch.testing.assert_close(found, VALUE_HEAD)
 
 
 @pytest.mark.case(55, "ppo sft")

@@ -285,15 +285,17 @@ def test_heads_keep_float32_under_autocast(build_model):
     assert seen == [torch.float32] * (5 + 3)
 
 
-def test_heads_of_another_model_are_refused(build_model, tmp_path):
-    policy = ilql.PolicyWithQ(build_model("gpt2"))
-    file = tmp_path / ilql.HEADS_FILE
+def test_heads_of_another_model_are_refused(build_model, letters, tmp_path):
+    model = build_model("gpt2")
+    model.save_pretrained(tmp_path)
+    letters.save_pretrained(tmp_path)
+    args = ilql.Args(model=str(tmp_path), dataset=[])
     wide = ilql.PolicyWithQ(build_model("gpt2", n_embd=20)).head_weights()
-    for content in (safetensors.torch.save(wide), b"no safetensors"):
-        file.write_bytes(content)
-        with pytest.raises(InputError, match=f"^--model {file} cannot be loaded: "):
-            with ilql.saved_heads(tmp_path, ilql.HEADS_FILE) as weights:
-                policy.load_heads(weights)
+    single = ilql.PolicyWithQ(model, two_qs=False).head_weights()
+    for heads, problem in ((wide, "size mismatch"), (single, "it was written with --no-two-qs")):
+        safetensors.torch.save_file(heads, tmp_path / ilql.HEADS_FILE)
+        with pytest.raises(InputError, match=f"^--model {tmp_path} cannot be loaded: .*{problem}"):
+            ilql.load(args, str(tmp_path), "cpu")
 
 
 # ---- Guidance --------------------------------------------------------------------------------------------------------

@@ -201,7 +201,6 @@ LMS = {  # variants of the language model
     "no_pad": tokens(pad_token=None),
     "pad_is_eos": tokens(pad_token="<eos>"),
     "no_eos": tokens(eos_token=None),
-    "one_more_token": tokens(added=["<x>"]),
     "chats": tokens(chat_template=TEMPLATE),
     "overflows": weights(lambda tensors: tensors[f"{NORM}.weight"].fill_(3e38)),
     "ends_at_once": end_likelihood(50.0),
@@ -427,52 +426,37 @@ def test_metrics_that_are_refused():
             columns_of({"good": [1.0] * 4, "bad": values})
     with refused("m.py:f returned a metric with the name 'reward', which is taken"):
         columns_of({"reward": [1.0] * 4})
-    for values in (None, {}, [1.0] * 4):
+    for values in (None, [1.0] * 4):
         with refused(f"{expected}it returned {values}"):
             columns_of(values)
 
 
-class Panic(BaseException):
-    """As libraries in Rust raise it."""
-
-
-ENDS = [Panic("no server"), GeneratorExit(), SystemExit(0), SystemExit(255), BaseExceptionGroup("several", [Panic()])]
-
-
 @pytest.mark.case(29, TEXT)
-@pytest.mark.parametrize("error", ENDS, ids=repr)
-def test_whatever_a_function_raises_is_an_error_of_its_own(error):
-    """Nothing else would catch it: the iteration would be lost, or the run end as if it had succeeded."""
+@pytest.mark.parametrize("error", [KeyError("answer"), KeyboardInterrupt(), Stopped(143)], ids=repr)
+def test_what_a_function_raises_keeps_its_class(error):
+    """A traceback ends with the function's name. Whoever ends the run may do so while the function runs."""
 
     def score(outputs):
         raise error
 
-    with pytest.raises(RuntimeError, match=f"^r.py:f ended with {re.escape(repr(error))}$") as raised:
+    with pytest.raises(type(error)) as raised:
         call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
-    assert raised.value.__cause__ is error
-    error = KeyError("answer")
-    with pytest.raises(KeyError) as raised:
-        call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
-    assert raised.value.__notes__ == ["in a call of r.py:f"]
-    for ending in (KeyboardInterrupt(), Stopped(143)):  # not of the function: somebody ends the run
-        error = ending
-        with pytest.raises(type(ending)):
-            call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+    notes = ["in a call of r.py:f"] if isinstance(error, Exception) else []
+    assert raised.value is error and getattr(error, "__notes__", []) == notes
 
 
 @pytest.mark.case(29, TEXT)
-@pytest.mark.parametrize(("error", "code"), [(ValueError("in a child"), 1), (Panic(), 1), (SystemExit(3), 3)], ids=repr)
-def test_a_forked_child_never_goes_on_as_a_process_of_the_run(error, code, capfd):
+@pytest.mark.parametrize("error", [ValueError(), SystemExit(3), None], ids=repr)
+def test_a_forked_child_never_goes_on_as_a_process_of_the_run(error):
     """It would enter the run's communication, and hang the others."""
 
     def score(outputs):
         child = os.fork()
-        if child == 0:
+        if child == 0 and error:
             raise error
-        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))]
+        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] if child else [0.0]
 
-    assert call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}) == [code]
-    assert ("in a child" in capfd.readouterr().err) == ("in a child" in str(error))
+    assert call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}) == [1.0]
 
 
 def test_a_function_may_train_something_of_its_own():
@@ -514,8 +498,9 @@ def test_names_of_functions_that_are_refused(here):
     theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
     with refused(f"r.py:f: {theirs} rows' columns: answer"):
         call_function(lambda completions, **kwargs: 0, "r.py:f", [{"prompt": "b", "answer": 1}], {"outputs": ["c"]})
-    with refused("rename the rows' column 'outputs': r.py:f gets something else under this name"):
-        call_function(len, "r.py:f", [{"prompt": "b", "outputs": 1}], {"outputs": ["c"]})
+    for function, column in ((len, "outputs"), (functools.partial(len, k=1), "k")):
+        with refused(f"rename the rows' column '{column}': r.py:f gets something else under this name"):
+            call_function(function, "r.py:f", [{"prompt": "b", column: 1}], {"outputs": ["c"]})
 
 
 segments = functools.partial(row_segments, flag="--dataset")
@@ -644,7 +629,6 @@ REFUSED = [
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
     common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=ROBOT[:1]),
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
-    common(51, TEXT, [LOADED, "no embedding for the token 25"], model="one_more_token"),
     entry(51, "ddpo", "its tokenizer (", model="one_more_token"),
     common(51, TEXT, f"--model model {NO_TOKENIZER}", model="no_tokenizer"),
     entry(51, REFERRED, "--ref-model reference differs from --model", "--ref-model reference"),

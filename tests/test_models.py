@@ -5,10 +5,8 @@ tied. Left padding is in test_sampling.py.
 """
 
 import copy
-import json
+import math
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -20,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import InputError, OptimizerArgs, from_task
-from common.model import as_decoder, classifier_ids, end_tokens, gguf, load_lm, load_model, max_positions
+from common.model import as_decoder, classifier_ids, end_tokens, load_model, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
@@ -152,47 +150,12 @@ def test_the_value_head_keeps_float32_under_bf16(build_model):
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
 
 
-UNUSABLE = {  # what: (file, value, what is said)
-    "end": ("generation_config.json", {"eos_token_id": "abc"}, "eos_token_id of its generation_config is 'abc'"),
-    "ends": ("generation_config.json", {"eos_token_id": [1, [2]]}, r"generation_config is \[2\]"),
-    "heads": ("config.json", {"n_head": -1}, "invalid shape dimension -12"),
-    "4-bit": ("config.json", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, ""),
-    "limit": ("tokenizer_config.json", {"model_max_length": "x"}, "'>' not supported"),
-    "token": ("tokenizer.json", {}, "no embedding for the token 99 of the tokenizer"),
-}
-
-
 def test_the_separator_of_an_encoder_stays(letters):
     """RoBERTa has one behind every text; what was not ended has it, too."""
     tokenizer = add_specials(letters, "<bos> $A <eos>")
     for separator, ids in ((None, [BOS, 2, 3]), ("<eos>", [BOS, 2, 3, EOS])):
         tokenizer.sep_token = separator
         assert classifier_ids(tokenizer, ["cd"], [False], chats=False) == [ids]
-
-
-def test_an_ordinary_token_that_ends_responses_is_told(gpt2_dir, tmp_path, capsys):
-    """A configuration made without eos_token_id may have 2, whatever the tokenizer's token 2 is."""
-    shutil.copytree(gpt2_dir, tmp_path / "model")
-    (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [2, EOS, 10**6]}))
-    load_model(sft.Args(model="model", dataset=[], dtype="float64"), str(tmp_path / "model"))
-    said = capsys.readouterr().out
-    assert said == "warning: --model: responses end at the ordinary token 'c', an eos_token_id of the model\n"
-
-
-@pytest.mark.case(105, "sft")
-@pytest.mark.parametrize("what", UNUSABLE)
-def test_a_directory_that_loads_but_cannot_be_used(gpt2_dir, tmp_path, what):
-    """It is refused before anything else happens, with a sentence."""
-    name, change, said = UNUSABLE[what]
-    folder = Path(shutil.copytree(gpt2_dir, tmp_path / "model"))
-    values = json.loads((folder / name).read_text())
-    if what == "token":
-        values["model"]["vocab"]["a"] = 99
-    else:
-        values |= change
-    (folder / name).write_text(json.dumps(values))
-    with pytest.raises(InputError, match=f"^--model .* cannot be loaded: .*{said}"):
-        load_lm(from_task(sft.Args, sft.TASK), str(folder), "cpu")
 
 
 ENDS = [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
@@ -225,8 +188,7 @@ def test_a_text_that_has_an_end_gets_no_second_one(letters):
 
 
 def test_a_text_whose_end_is_followed_by_blanks(letters):
-    """As a template writes it. sft keeps the text as it is; the return of ilql lies on the end token, and a classifier
-    reads nothing behind it."""
+    """As a template writes it. sft keeps the text as it is; the return of ilql lies on the end token."""
     letters.add_tokens(["\n"])  # 25
     rows = [{"prompt": "ab", "completion": "cd<eos>\n", "reward": 3}]
     assert [ids for ids, _ in sft.encode_segments(rows, letters, "--dataset")] == [[0, 1, 2, 3, EOS, 25]]
@@ -234,16 +196,8 @@ def test_a_text_whose_end_is_followed_by_blanks(letters):
         (episode,), _ = ilql.encode_episodes([rows[0] | columns], letters, 32, "--dataset")
         assert list(episode.ids[:5]) == [0, 1, 2, 3, EOS] and list(episode.actions) == [2, 3, 4]
         assert episode.rewards == [0, 0, 3] and episode.done
-    for text in ("cd<eos>\n", "cd<eos>", "cd"):
+    for text in ("cd<eos>", "cd"):
         assert classifier_ids(letters, [text], [True], False) == [[2, 3, EOS]]
-    assert classifier_ids(letters, ["cd\n"], [True], False) == [[2, 3, 25, EOS]]
-
-
-def test_a_gguf_file_is_a_directory_and_an_option(tmp_path, monkeypatch):
-    """For transformers; reading one takes a package that requirements.txt does not ask for."""
-    monkeypatch.chdir(tmp_path)
-    assert gguf("m.gguf") == gguf(f"{tmp_path}/m.gguf") == (str(tmp_path), {"gguf_file": "m.gguf"})
-    assert gguf("org/name") == ("org/name", {})
 
 
 PADDED = "roberta", "xlm-roberta", "camembert", "mpnet", "longformer"
@@ -258,8 +212,8 @@ def test_positions_that_can_be_used(kind):
         sizes = {"d_model": 12, "d_inner": 20, "n_layer": 1, "n_head": 2, "vocab_size": 25}
     encoder = AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
     limit = max_positions(encoder)
-    assert limit == {"bert": 14, "xlnet": None}.get(kind, 12)
-    encoder(torch.full((1, limit or 99), 5))
+    assert limit == {"bert": 14, "xlnet": math.inf}.get(kind, 12)
+    encoder(torch.full((1, min(limit, 99)), 5))
     if kind not in ("xlnet", "longformer"):  # Longformer pads, and then fails in another way
         with pytest.raises((IndexError, RuntimeError)):
             encoder(torch.full((1, limit + 1), 5))

@@ -254,7 +254,7 @@ def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path, capsys):
 
 
 def test_options_of_the_template_reach_every_text(build_model, tmp_path):
-    tokenizer = build_tokenizer(TOOLS.replace("'Be good.'", "('Think.' if think else 'Be ' + mood)"))
+    tokenizer = build_tokenizer(TOOLS.replace("'Be good.'", "('Think.' if think else 'Be ' ~ mood)"))
     lm = build_model(vocab_size=len(tokenizer), n_positions=256, eos_token_id=tokenizer.eos_token_id)
     chat = [user("b?")]
     seen = []
@@ -265,12 +265,11 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
         return once(sample, prompt_ids)
 
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
-    run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=2024-07-26"), total_episodes=12, **flags)
-    assert all("system\nBe 2024-07-26<|im_end|>" in prompt for prompt in seen)
-    with pytest.raises(InputError, match="--template-options .* must be key=value"):
-        run("grpo", lm, tmp_path / "run", template_options=("think",), **flags)
-    with pytest.raises(InputError, match="--template-options .* cannot be loaded: while parsing"):
-        run("grpo", lm, tmp_path / "other", template_options=("think=[a/b/c",), **flags)
+    run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=3"), total_episodes=12, **flags)
+    assert all("system\nBe 3<|im_end|>" in prompt for prompt in seen)
+    for option, problem in (("think", "not enough values"), ("think=[a/b/c", "while parsing")):
+        with pytest.raises(InputError, match=f"--template-options: expected key=value, not .*: {problem}"):
+            run("grpo", lm, tmp_path / "other", template_options=(option,), **flags)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -289,24 +288,12 @@ def forgets_a_turn(sample, prompt_ids):
 
 
 WRONG = {
-    "must return a list of 12 lists of": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
-    "for prompt '.*': \\[3": lambda prompt_ids: [[3, 4] for _ in prompt_ids],
-    "'won' is a column of the rows, or has not one": lambda sample, prompt_ids: (
+    "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
+    "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
+    "returned 'prompt', a column of the rows": lambda sample, prompt_ids: (
         once(sample, prompt_ids),
-        {"won": [1]},
+        {"prompt": [1] * 12},
     ),
-    "'lost' is a column of the rows, or has not one": lambda sample, prompt_ids: (
-        once(sample, prompt_ids),
-        {"lost": 1.0},
-    ),
-    "1 is a column of the rows, or has not": lambda sample, prompt_ids: (once(sample, prompt_ids), {1: [1.0] * 12}),
-    "must return a list of 12 lists .* for prompt": lambda sample, prompt_ids: [
-        [(ids, torch.ones(2))] for [(ids, _)] in once(sample, prompt_ids)
-    ],
-    "'prompt' is a column of the rows": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
-    "for prompt '.*': \\[1": lambda prompt_ids: ([[1]] * 12, {}),
-    "of 12 lists of .* returned \\(\\[": lambda sample, prompt_ids: tuple(once(sample, prompt_ids)),
-    "an id is not one of the model's 25": lambda prompt_ids: [[([25], True)] for _ in prompt_ids],
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
@@ -361,7 +348,7 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert any(letter in text[:-1] for text in texts for letter in "ab")
 
 
-def test_coroutines_share_a_loop_and_may_be_cancelled():
+def test_coroutines_share_a_loop():
     held = []
 
     async def waits(outputs):
@@ -369,14 +356,7 @@ def test_coroutines_share_a_loop_and_may_be_cancelled():
         await held[0].put(1)
         return [await held[0].get()]
 
-    async def cancelled(outputs):
-        task = asyncio.ensure_future(asyncio.sleep(9))
-        task.cancel()
-        await task
-
     assert [call_function(waits, "f", [{"prompt": ""}], {"outputs": [""]}) for _ in range(3)] == [[1]] * 3
-    with pytest.raises(RuntimeError, match="f ended with CancelledError"):
-        call_function(cancelled, "f", [{"prompt": ""}], {"outputs": [""]})
 
 
 def test_parts_of_what_was_sampled():

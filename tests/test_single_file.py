@@ -29,8 +29,8 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("algo", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS if x != "sft")])
 def test_the_file_gives_the_same_metrics(algo, alone, scripts, work, whole, tmp_path):
     folder = whole(algo)[0]
-    scripts.run([alone(algo), *flags(work, algo), "--name", "mine"], tmp_path, patch=WITHOUT_COMMON)
-    [run] = tmp_path.glob("runs/mine-*")
+    scripts.run([alone(algo), *flags(work, algo)], tmp_path, patch=WITHOUT_COMMON)
+    [run] = tmp_path.glob(f"runs/my_{algo}-*")
     assert (run / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
 
 

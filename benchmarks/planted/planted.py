@@ -13,7 +13,6 @@ A bug that was caught, and whose text, script and names of tests are those of it
 
 import argparse
 import ast
-import csv
 import hashlib
 import re
 import shutil
@@ -25,7 +24,10 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables import ROOT, markdown, read_csv, write_csv
+
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.csv"
 COLUMNS = ["number", "script", "bug", "caught", "by", "test", "seconds", "digest"]
@@ -103,16 +105,12 @@ def try_bug(bug):
 
 def results():
     """{number: row} of results.csv."""
-    with open(RESULTS, newline="") as file:
-        return {int(row["number"]): row for row in csv.DictReader(file)}
+    return {int(row["number"]): row for row in read_csv(RESULTS)}
 
 
 def write_results(rows):
     """Writes results.csv in the order of the bugs."""
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[number] for number in sorted(rows))
+    write_csv(RESULTS, COLUMNS, [rows[number] for number in sorted(rows)])
 
 
 def run(numbers, jobs):
@@ -137,15 +135,15 @@ def run(numbers, jobs):
 def table():
     """The lines of README.md between its marks."""
     rows = [results()[bug["number"]] for bug in bugs()]
-    lines = ["| number | script | bug | first test that fails |", "| --- | --- | --- | --- |"]
+    cells = []
     for row in rows:
         test = row["test"].removeprefix("tests/")
         found = f"`{test}`" if row["caught"] == "yes" else "none"
-        lines.append(f"| {row['number']} | {Path(row['script']).name} | {row['bug']} | {found} |")
+        cells.append([row["number"], Path(row["script"]).name, row["bug"], found])
     caught = sum(row["caught"] == "yes" for row in rows)
     scripts = len({row["script"] for row in rows})
     total = f"{len(rows)} bugs in {scripts} files: {caught} are caught by the default `pytest`."
-    return [total, "", *lines]
+    return [total, "", *markdown(["number", "script", "bug", "first test that fails"], cells)]
 
 
 def older():

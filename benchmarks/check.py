@@ -38,6 +38,7 @@ from benchmarks.tables import (
     claim_path,
     curves,
     draw_curves,
+    ends,
     history,
     markdown,
     points,
@@ -127,10 +128,7 @@ def table_row(name, variant, runs):
     cells = [variant, str(len(runs))]
     if claim.scores:
         cells.append(f"`{score}`")
-    histories = [history(records, score) for records in runs.values()]
-    cells.append(average([values[0] for values in histories]))
-    cells.append(average([values[-1] for values in histories]))
-    cells.append(average([max(values) for values in histories]))
+    cells += ends([history(records, score) for records in runs.values()])
     if claim.images:
         cells.append(average([measured(records, score, "gain", score) for records in runs.values()]))
     for key in claim.table:

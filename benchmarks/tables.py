@@ -125,6 +125,12 @@ def average(values):
     return text
 
 
+def ends(histories):
+    """Cells: the first, the last and the best of some histories."""
+    found = [[values[0] for values in histories], [values[-1] for values in histories], [*map(max, histories)]]
+    return [average(values) for values in found]
+
+
 def paired_interval(differences):
     """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
     if len(differences) < 2:

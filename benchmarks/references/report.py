@@ -83,10 +83,7 @@ def table(name):
     for system, seeds in curves(name).items():
         scores = [tables.history(records, reference.score) for records in seeds.values()]
         ends = [records[-1] for records in seeds.values()]
-        cells = [system, str(len(seeds))]
-        cells.append(tables.average([values[0] for values in scores]))
-        cells.append(tables.average([values[-1] for values in scores]))
-        cells.append(tables.average([max(values) for values in scores]))
+        cells = [system, str(len(seeds)), *tables.ends(scores)]
         cells += [tables.average(tables.history(ends, key)) for key in reference.also]
         line = tables.mean_curve(lines(name)[system])
         rows.append([*cells, f"{line[-1][0]:.0f}", reached(line, reference.level)])

@@ -7,8 +7,6 @@ defaults. The response length is forced by the weights. Sides: `defaults` (with 
 
 ddpo: noise and prompts are those that algos/ddpo.py draws, so that the two systems make the same images. Sides:
 `defaults` (forwards of one image), `tuned` (as large as ours), `same-flags` (as large, with choose_products).
-
-bf16: all of it in `torch.autocast`.
 """
 
 import time
@@ -60,11 +58,10 @@ def measure_ppo(side, model_path):
     seconds = []
     for _ in range(ITERATIONS):
         begun = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in side):
-            responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
-            tokenizer.batch_decode(responses)  # plainrl decodes as well
-            scores = [torch.tensor(x) for x in language.even([ids.tolist() for ids in responses])]
-            trainer.step(queries, responses, scores)
+        responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
+        tokenizer.batch_decode(responses)  # plainrl decodes as well
+        scores = [torch.tensor(x) for x in language.even([ids.tolist() for ids in responses])]
+        trainer.step(queries, responses, scores)
         seconds.append(time.perf_counter() - begun)
         assert {len(ids) for ids in responses} == {language.RESPONSE}
     return figures(language.ppo_flops(), seconds, 1)
@@ -144,8 +141,7 @@ def measure_ddpo(side, model):
         return found, None
 
     trainer = TimedTrainer(config, reward, lambda: (next(given), {}), GivenNoise(model, noise))
-    with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in side):
-        trainer.train()
+    trainer.train()
     assert len(scores) == len(prompts) and len(trainer.grad_norms) == ITERATIONS  # an optimizer step an epoch
     means = [sum(scores[i : i + diffusion.IMAGES]) / diffusion.IMAGES for i in range(0, len(scores), diffusion.IMAGES)]
     return figures(diffusion.flops(model), trainer.seconds, 1, means, trainer.grad_norms)

@@ -33,8 +33,7 @@ def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
         return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
 
     found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
-    for module in (check, tables):
-        monkeypatch.setattr(module, "curves", lambda name: found)
+    monkeypatch.setattr(tables, "curves", lambda name: found)
     lines = check.rounding("sft-randomwalks")
     assert lines[3] == "- `default`: last `eval/optimality`, 0.0250 and 0.0707, 2 seeds"
     assert lines[4] == "- `default`: last `eval/illegal`, 0.0000 and 0.0000, 2 seeds" and len(lines) == 5
@@ -73,8 +72,7 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     """One in place of a stored seed and one beside it; a run without an evaluation has no curve."""
     for name in ("curves.csv", "runs.csv"):
         (tmp_path / name).write_text((tables.claim_path("sft-randomwalks") / name).read_text())
-    for module in (check, tables):
-        monkeypatch.setattr(module, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     before = tables.curves("sft-randomwalks")["default"]
     folders = [fake_run(tmp_path / name, [0.1, 0.123456789], seconds=7) for name in ("default-seed2", "default-seed11")]
     folders.append(fake_run(tmp_path / "other-seed1", [None], seconds=7))
@@ -89,7 +87,7 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
 
 def test_samples_of_a_claim(tmp_path, monkeypatch):
     """Of the first and the last step, of ilql with the largest beta; a variant's rows replace those before."""
-    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     name = next(name for name, claim in CLAIMS.items() if claim.samples)
     run = fake_run(tmp_path / "ilql-seed1", [0.1, 0.2], seconds=7)
     chat = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
@@ -117,7 +115,7 @@ def test_signs_by_hand(tmp_path, monkeypatch):
     rows = ["a,1,16,3,2,4", "a,2,16,4,1,9", "a,1,32,8,3,6"]
     heads = "variant,seed,micro_batch_size,nll,entropy,grad_norm"
     (tmp_path / "signs.csv").write_text("\n".join([heads, *rows]))
-    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     assert check.signs()[-1] == "| `a` | 2.0000 | +2.0000 ± 1.0000 | 5e-01 |"
 
 
@@ -134,8 +132,8 @@ def test_variants_are_compared_seed_by_seed(monkeypatch):
             first = 1 if who == base else 0
             found[who][seed] = [{"step": 0, "eval/accuracy": first}, {"step": 5, "eval/accuracy": end}]
             runs.append({"variant": who, "seed": str(seed), "tokens": "0.5", "seconds": str(end)})
-    monkeypatch.setattr(paired, "curves", lambda name: found)
-    monkeypatch.setattr(paired, "stored_runs", lambda name: runs)
+    monkeypatch.setattr(tables, "curves", lambda name: found)
+    monkeypatch.setattr(tables, "stored_runs", lambda name: runs)
     values = paired.measures(name)
     assert paired.differences(values["level"], variant, base) == [1, 2, 3]
     assert paired.differences(values["area"], variant, base) == [0, 0.5, 1]

@@ -376,12 +376,7 @@ def sample_right(
     print(f"{output}: {sum(scores):.0f} of {len(scores)} samples are right, {len(rows)} of these differ")
 
 
-def main():
-    """The command, see `python benchmarks/tasks/arithmetic.py --help`."""
+if __name__ == "__main__":
     import tyro
 
     tyro.cli(sample_right, config=(tyro.conf.PositionalRequiredArgs,))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,17 +14,10 @@ import time
 import diffusion
 import language
 import torch
+import trl
 from measurement import ITERATIONS, choose_products, figures
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, set_seed
-from trl import (
-    AutoModelForCausalLMWithValueHead,
-    DDPOConfig,
-    DDPOTrainer,
-    DefaultDDPOStableDiffusionPipeline,
-    PPOConfig,
-    PPOTrainer,
-)
 from trl.models import modeling_sd_base
 
 
@@ -43,7 +36,7 @@ def measure_ppo(side, model_path):
     set_seed(1)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{model_path}/tokenizer.json", eos_token="<end>")
     tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(model_path)
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(model_path)
     settings = {
         "learning_rate": language.LR,
         "batch_size": language.EPISODES,
@@ -52,7 +45,7 @@ def measure_ppo(side, model_path):
     }
     frozen = language.LAYERS - 2 if "2-layers" in side else None
     # without a reference it copies the model as one, and freezes the blocks that both share
-    trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
+    trainer = trl.PPOTrainer(trl.PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
     sampling = {"max_new_tokens": language.RESPONSE, "do_sample": True, "top_k": 0, "top_p": 1.0, "batch_size": rows}
     queries = [torch.tensor(ids) for ids in language.prompt_ids()]
     seconds = []
@@ -70,7 +63,7 @@ def measure_ppo(side, model_path):
 # ---- DDPO ------------------------------------------------------------------------------------------------------------
 
 
-class GivenNoise(DefaultDDPOStableDiffusionPipeline):
+class GivenNoise(trl.DefaultDDPOStableDiffusionPipeline):
     """Denoises noise (all images, N + 1, C, h, w) in its order, and starts from the adapters of a file."""
 
     def __init__(self, folder, noise):
@@ -96,7 +89,7 @@ class GivenNoise(DefaultDDPOStableDiffusionPipeline):
         return unet
 
 
-class TimedTrainer(DDPOTrainer):
+class TimedTrainer(trl.DDPOTrainer):
     """Keeps the seconds of epochs, and the norms of the gradients."""
 
     def __init__(self, *args):
@@ -121,7 +114,7 @@ def measure_ddpo(side, model):
     sampled, trained = (1, 1) if side == "defaults" else (diffusion.IMAGES, diffusion.PEER_BATCH)
     prompts = sum((diffusion.prompts(epoch + 1) for epoch in range(ITERATIONS)), [])
     noise = torch.cat([diffusion.noise(epoch + 1) for epoch in range(ITERATIONS)])
-    config = DDPOConfig(
+    config = trl.DDPOConfig(
         num_epochs=ITERATIONS, save_freq=10**9, mixed_precision="no", allow_tf32=False, log_with=None,
         seed=diffusion.SEED, accelerator_kwargs={"cpu": True}, sample_num_steps=diffusion.STEPS, sample_eta=1.0,
         sample_guidance_scale=diffusion.GUIDANCE, sample_batch_size=sampled,

@@ -245,7 +245,6 @@ def figure_data(name):
 
 
 def data_digest(name):
-    """The digest of all that the figure shows."""
     claim = CLAIMS[name]
     files = [tables.claim_path(name) / "images" / file for file in claim.images.values()]
     images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -313,7 +312,6 @@ def draw_over(name):
 
 
 def draw_images(name, figure):
-    """The claim's images, in two rows."""
     from PIL import Image
 
     images = CLAIMS[name].images
@@ -351,7 +349,6 @@ def summary():
 
 
 def csv_table(file):
-    """A CSV file as Markdown lines."""
     rows = tables.read_csv(tables.ROOT / file)
     return tables.markdown(list(rows[0]), [row.values() for row in rows])
 

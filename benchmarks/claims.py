@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Claim:
-    """What a folder under benchmarks/curves shows."""
-
     title: str
     score: str  # the metric of figure and table
     bars: list  # (variant, metric, one of the names in `measured`, ">=" or "<=", bar, at least so many seeds)

@@ -253,7 +253,6 @@ def print_table(rows):
 
 
 def list_rows(runs):
-    """A row for each run."""
     rows = []
     for run in runs:
         curve = run.curve(run.headline)

@@ -21,14 +21,17 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.tables import ROOT, read_jsonl
 
 SHAPE = {  # Qwen/Qwen3-0.6B
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -55,20 +58,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(words, patch=()):
+def run(words, options=()):
     """(seconds, output) of a script; RuntimeError with the last lines that it printed if it fails."""
     from harness import once
 
     begin = time.monotonic()
-    command = [sys.executable, *patch, *once(words)]
+    command = [sys.executable, *options, *once(words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-12:]))
     return time.monotonic() - begin, done.stdout
-
-
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def differences(found, expected):
@@ -104,7 +103,7 @@ def traces(args, folder):
         run_dir = folder / f"{algo}-{dtype}"
         words = [*command(algo, run_dir), "--dtype", dtype, "--mixed-precision", "no"]
         run(words, ["-c", CPU_DRAW.format(root=str(ROOT))])
-        pairs = list(zip(records(run_dir / "metrics.jsonl"), records(GOLDEN / f"{algo}.jsonl"), strict=True))
+        pairs = list(zip(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(GOLDEN / f"{algo}.jsonl"), strict=True))
         if dtype == "float32":
             pairs = pairs[:1]
         difference, name = max(found for pair in pairs for found in differences(*pair))
@@ -149,7 +148,7 @@ def tasks(args, folder):
     def task(algo):
         seconds, _ = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
         headline = newest_headline(folder / f"task-{algo}")
-        values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
+        values = [line[headline] for line in read_jsonl(folder / f"task-{algo}/metrics.jsonl") if headline in line]
         return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
 
     yield from at_once(args, task, [(algo,) for algo in args.algos])
@@ -179,7 +178,7 @@ def steps(args, folder):
         run_dir = folder / f"steps-{algo}"
         flags += f" --eval-every 0 --save-every 0 --run-dir {run_dir}"
         seconds, _ = run([f"algos/{algo}.py", *flags.split()])
-        peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
+        peak = read_jsonl(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
         yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
 
@@ -206,16 +205,11 @@ def queries_of(rows, width, words):
     return queries[: rows - rows // 4] + queries[: rows // 4]
 
 
-@contextmanager
 def graphs(on):
     """Lets passes of `sample` become graphs."""
     from common import sampling
 
-    before, sampling.GRAPHS = sampling.GRAPHS, ("cuda",) if on else ()
-    try:
-        yield
-    finally:
-        sampling.GRAPHS = before
+    return patch.object(sampling, "GRAPHS", ("cuda",) if on else ())
 
 
 def autocast(on=True):
@@ -291,10 +285,8 @@ def token(args, folder):
                     seconds, _ = timed(sampling.sample, lm, PADDING, queries, uniforms, [tokens] * rows)
                 milliseconds[on] = seconds / tokens * 1e3
             captured.clear()
-            decoding.capture = measured
-            with graphs(True), autocast():
+            with graphs(True), autocast(), patch.object(decoding, "capture", measured):
                 sampling.sample(lm, PADDING, queries, uniforms, [tokens] * rows)
-            decoding.capture = capture
             seconds, replay = max(captured, default=(float("nan"),) * 2)
             both = (f"{milliseconds[on]:.2f}" for on in (False, True))
             yield name, rows, *both, len(captured), f"{seconds:.3f}", f"{replay:.3f}"

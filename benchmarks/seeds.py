@@ -24,7 +24,6 @@ from benchmarks.tables import ROOT, claim_path
 
 
 def run_sh(claim, seed, variants, dry="", **options):
-    """Runs the script of a claim for a seed."""
     environment = os.environ | {"SEEDS": str(seed), "VARIANTS": " ".join(variants), "DRY": dry}
     return subprocess.run(["bash", claim_path(claim) / "run.sh"], env=environment, **options)
 

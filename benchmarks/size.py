@@ -86,7 +86,6 @@ def in_one_file(root, script):
 
 
 def script_rows(root):
-    """A row a script."""
     rows = []
     for script in scripts_of(root):
         names, files = taken(script)

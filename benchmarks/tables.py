@@ -35,7 +35,6 @@ def write_csv(file, columns, rows):
 
 
 def read_jsonl(path):
-    """The records of a file, a mapping each."""
     with open(path) as file:
         return [json.loads(line) for line in file]
 
@@ -150,7 +149,6 @@ def interval(values):
 
 
 def markdown(heads, rows):
-    """A table as Markdown lines."""
     dashes = ["---"] * len(heads)
     return ["| " + " | ".join(cells) + " |" for cells in [heads, dashes, *rows]]
 

@@ -387,7 +387,6 @@ def optimise(name, weights, settings, loss_function):
 
 
 def base_model() -> str:
-    """Path of the trained pipeline."""
     return str(BASE_MODEL)
 
 

@@ -21,12 +21,10 @@ def peers_of(runs, side):
 
 
 def stored():
-    """The rows of results.csv, a mapping each."""
     return read_csv(HERE / "results.csv")
 
 
 def devices(rows):
-    """The CPUs and GPUs, in the order of the file."""
     return list(dict.fromkeys(row["device"] for row in rows))
 
 

@@ -53,7 +53,6 @@ def sides_of(algorithm, first=True, gpu=False):
 
 
 def file_of(algorithm, side):
-    """The file that runs a side."""
     if side in OURS:
         return "diffusion" if algorithm == "ddpo" else "language"
     return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"

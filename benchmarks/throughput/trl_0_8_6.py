@@ -22,7 +22,6 @@ from trl.models import modeling_sd_base
 
 
 def measure(algorithm, side, model):
-    """(columns, useful GFLOP/s) of a short run."""
     if "same-flags" in side:
         choose_products()
     return {"ppo": measure_ppo, "ddpo": measure_ddpo}[algorithm](side, model)

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,7 +40,6 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/reward": "learned reward",
     "objective/kl": "KL to the start",
 }
-LINE_STYLES = ["-", "--"]
 CASES = "benchmarks/faults/cases.csv"
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
@@ -131,10 +132,7 @@ def reached(runs, score, level):
         first += [record for record in records if record.get(score, -math.inf) >= level][:1]
     if len(first) < len(runs):
         return [f"in {len(first)} of {len(runs)} seeds", ""]
-    return [
-        tables.average([record["step"] for record in first]),
-        tables.average([record["seconds"] for record in first]),
-    ]
+    return [tables.average([record[name] for record in first]) for name in ("step", "seconds")]
 
 
 def results(name):
@@ -265,9 +263,7 @@ def draw_figure(name):
 
 
 def draw_panels(name):
-    """The figure of most claims: a panel a metric, and images below."""
-    from matplotlib.figure import Figure
-
+    """The figure of most claims: a panel a metric, that of the score with its reference levels, and images below."""
     claim = CLAIMS[name]
     panels = figure_data(name)
     width = 3 + max(4 * len(panels), 6)
@@ -281,28 +277,21 @@ def draw_panels(name):
         tables.draw_curves(axes, variants, list(tables.shown(name)))
         axes.set(xlabel=tables.AXES[claim.axis], ylabel=key)
         if key == claim.score:
-            draw_levels(axes, claim.lines)
+            for label, level in claim.lines.items():
+                axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+                axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
     top.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 
-def draw_levels(axes, levels):
-    """Lines at the claim's reference levels of the score."""
-    for label, level in levels.items():
-        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
-
-
 def draw_over(name):
     """The figure of a claim with groups: a panel a group, with all metrics."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
     data = figure_data(name)
     figure = Figure(figsize=(4 * len(claim.groups), 4.2), layout="constrained")
     panels = figure.subplots(1, len(claim.groups), sharex=True, sharey=True)
     for axes, (title, group) in zip(panels, claim.groups.items(), strict=True):
-        for key, style in zip(claim.panels, LINE_STYLES, strict=True):
+        for key, style in zip(claim.panels, ["-", "--"], strict=True):
             lines = {f"{PLAIN_NAMES[key]}, {label}": data[key][variant] for label, variant in group.items()}
             tables.draw_curves(axes, lines, list(lines), linestyle=style)
         axes.set_title(title, fontsize=10)
@@ -312,8 +301,6 @@ def draw_over(name):
 
 
 def draw_images(name, figure):
-    from PIL import Image
-
     images = CLAIMS[name].images
     for axes, title in zip(figure.subplots(2, 2).flat, images, strict=True):
         axes.imshow(Image.open(tables.claim_path(name) / "images" / images[title]), interpolation="nearest")
@@ -437,8 +424,6 @@ def verify():
 
 def verify_claim(name):
     """What is off in the folder of a claim, as sentences."""
-    from PIL import Image
-
     folder = tables.claim_path(name)
     problems = [f"{name}: {file} is missing" for file in FILES if not (folder / file).exists()]
     if problems:
@@ -548,8 +533,6 @@ def collect_run(name, variant, seed, run_dir, kept):
 def first_four(grid, rows=12, columns=8, size=32):
     """The first four images of every row of a grid as ddpo.py draws it, enlarged and with text below, without both:
     a column a row."""
-    from PIL import Image
-
     pixels = np.asarray(Image.open(grid))
     tile = pixels.shape[1] // columns
     captions = []

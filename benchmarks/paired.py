@@ -4,6 +4,8 @@ and the same evaluations, so much of what chance does to one it does to the othe
 import math
 from statistics import median, stdev
 
+from matplotlib.figure import Figure
+
 from benchmarks import tables
 from benchmarks.claims import CLAIMS
 
@@ -80,8 +82,6 @@ def draw(name):
 
 def draw_pairs(name):
     """A panel for each pair, with the curves of all seeds and their means."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
     runs = tables.curves(name)
     levels = measures(name)["level"]
@@ -103,8 +103,6 @@ def draw_pairs(name):
 
 def draw_differences(name):
     """The differences with their intervals; a panel for the end and one for the mean of the curve."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
     found = measures(name)
     labels = [f"{variant} - {base.partition('-')[2] or base}" for variant, base in claim.pairs.items()]

@@ -18,9 +18,6 @@ T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of training"}
 
 
-# ---- Files ----------------------------------------------------------------------------------------------------------
-
-
 def read_csv(path):
     """The rows of a file, a mapping each."""
     with open(path) as file:
@@ -45,9 +42,6 @@ def by_step(records):
     for record in records:
         joined.setdefault(record["step"], {}).update(record)
     return [*joined.values()]
-
-
-# ---- Stored runs ----------------------------------------------------------------------------------------------------
 
 
 def claim_path(name):
@@ -90,9 +84,6 @@ def write_curves(file, kind, runs):
     for row in rows:
         columns |= row
     write_csv(file, list(columns), rows)
-
-
-# ---- Numbers of curves ----------------------------------------------------------------------------------------------
 
 
 def points(records, key, axis="step"):
@@ -143,9 +134,6 @@ def interval(values):
     draws = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
     low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
     return low, high
-
-
-# ---- Tables and figures ---------------------------------------------------------------------------------------------
 
 
 def markdown(heads, rows):

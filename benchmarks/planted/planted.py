@@ -36,9 +36,6 @@ PYTEST = "-B -m pytest -p no:xdist -p no:cacheprovider -o addopts= -x -q -rfE --
 OUTCOMES = {0: "no", 1: "yes"}  # by the exit status of pytest
 
 
-# ---- Bugs ------------------------------------------------------------------------------------------------------------
-
-
 def bugs():
     """The bugs of bugs.toml: number, script, name, old, new, tests (node ids, parameters left out)."""
     with open(FOLDER / "bugs.toml", "rb") as file:
@@ -64,9 +61,6 @@ def digest(bug):
     script = (ROOT / bug["script"]).read_text()
     content = [script, bug["old"], bug["new"], bug["tests"], BY]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-# ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
 def copy_repository(folder):
@@ -127,9 +121,6 @@ def run(numbers, jobs):
             write_results(known)
             found = row["test"] or "NOT CAUGHT"
             print(f"{row['number']} {row['script']}: {row['bug']}: {found} ({row['seconds']} s)", flush=True)
-
-
-# ---- Table and check -------------------------------------------------------------------------------------------------
 
 
 def table():

@@ -12,6 +12,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from PIL import Image
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import tables
@@ -102,8 +105,6 @@ def digest(name):
 
 def draw(name):
     """The curves over steps or episodes."""
-    from matplotlib.figure import Figure
-
     reference = REFERENCES[name]
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -116,8 +117,6 @@ def draw(name):
 
 def problems():
     """The figures that do not follow from the curves, as sentences."""
-    from PIL import Image
-
     for name in REFERENCES:
         if Image.open(HERE / f"curves/{name}.png").text.get("data") != digest(name):
             yield f"benchmarks/references: the figure of {name} does not show its curves"

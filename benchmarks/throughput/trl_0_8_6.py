@@ -27,9 +27,6 @@ def measure(algorithm, side, model):
     return {"ppo": measure_ppo, "ddpo": measure_ddpo}[algorithm](side, model)
 
 
-# ---- PPO -------------------------------------------------------------------------------------------------------------
-
-
 def measure_ppo(side, model_path):
     rows = 4 if side == "defaults" else 16
     set_seed(1)
@@ -57,9 +54,6 @@ def measure_ppo(side, model_path):
         seconds.append(time.perf_counter() - begun)
         assert {len(ids) for ids in responses} == {language.RESPONSE}
     return figures(language.ppo_flops(), seconds, 1)
-
-
-# ---- DDPO ------------------------------------------------------------------------------------------------------------
 
 
 class GivenNoise(trl.DefaultDDPOStableDiffusionPipeline):

@@ -11,27 +11,26 @@ come first; after --limit seconds the mutant counts as not killed. mutants.csv k
 import argparse
 import ast
 import copy
-import csv
-import importlib
 import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.planted.planted import ROOT, copy_repository
+from benchmarks.planted.planted import copy_repository, first_failure
+from benchmarks.tables import ROOT, read_csv, write_csv
 
 PER_FILE = 7
 COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds", "tests"]
-FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/*.py") if p.stat().st_size)
+FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/**/*.py") if p.stat().st_size)
 RESULTS = ROOT / "tests/mutants.csv"
 COVERED = Path(tempfile.gettempdir()) / "plainrl-mutants.json"
 SWAPS = {
@@ -102,7 +101,8 @@ def mutants(path):
 
 def pytest_configure(config):
     """As a plugin of `cover`."""
-    config.pluginmanager.register(Cover(os.environ["MUTANTS"]))
+    if "MUTANTS" in os.environ:
+        config.pluginmanager.register(Cover(os.environ["MUTANTS"]))
 
 
 class Cover:
@@ -175,25 +175,11 @@ def cover():
 # ---- Runs ------------------------------------------------------------------------------------------------------------
 
 
-class Chosen:
-    """A plugin: these tests in this order alone; the first that fails is written into a file."""
-
-    def __init__(self, tests, path):
-        self.tests = tests
-        self.path = path
-
-    def pytest_collection_modifyitems(self, items):
-        places = {test: place for place, test in enumerate(self.tests)}
-        chosen = [item for item in items if item.nodeid in places]
-        items[:] = sorted(chosen, key=lambda item: places[item.nodeid])
-
-    pytest_collection_modifyitems.trylast = True
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.path.write_text(report.nodeid)
-
-    pytest_collectreport = pytest_runtest_logreport
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """As a plugin of `run`: tests in the order in which they are named."""
+    places = {name: place for place, name in enumerate(config.args)}
+    items.sort(key=lambda item: places.get(item.nodeid, 0))
 
 
 def tests_of(name, line, covered):
@@ -204,50 +190,17 @@ def tests_of(name, line, covered):
 
 
 def try_mutant(path, mutant, tests, limit):
-    """Its row of mutants.csv. The tests run in a fork of this process, which has imported the libraries."""
+    """Its row of mutants.csv."""
     line, before, after, changed = mutant
     row = dict(zip(COLUMNS, [str(path.relative_to(ROOT)), line, before, after, "no", "", 0, len(tests)], strict=True))
-    if not tests:
-        return row
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder, "code")
-        failed = Path(folder, "failed")
-        copy_repository(code)
-        (code / row["file"]).write_text(changed)
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os.chdir(code)
-            sys.path[0] = str(code)
-            sys.stdout = sys.stderr = open(os.devnull, "w")
-            import pytest
-
-            files = sorted({test.partition("::")[0] for test in tests})
-            options = "-p no:xdist -p no:cacheprovider -o addopts= -x -q --tb=no".split()
-            os._exit(int(pytest.main([*options, "-m", "not slow", *files], plugins=[Chosen(tests, failed)])))
-        done = 0
-        while not done and time.monotonic() - start < limit:
-            time.sleep(0.2)
-            done, status = os.waitpid(child, os.WNOHANG)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        row["seconds"] = round(time.monotonic() - start)
-        if not done:
-            os.waitpid(child, 0)
-            row["killed"] = "no, in the time"
-        elif status:
-            row["killed"] = "yes"
-            row["test"] = failed.read_text() if failed.exists() else "the process ended"
+    if tests:
+        launcher = ["env", "PYTHONPATH=tests", "timeout", str(limit)]
+        found = first_failure(row["file"], changed, tests, "-p", "mutants", launcher=launcher)
+        status, test, row["seconds"] = found
+        row["killed"] = {0: "no", 124: "no, in the time"}.get(status, "yes")
+        if row["killed"] == "yes":
+            row["test"] = test
     return row
-
-
-def table():
-    """{(file, line, before, after): row} of mutants.csv."""
-    if not RESULTS.exists():
-        return {}
-    with open(RESULTS, newline="") as file:
-        return {tuple(row[name] for name in COLUMNS[:4]): row for row in csv.DictReader(file)}
 
 
 def run(limit, jobs):
@@ -258,42 +211,27 @@ def run(limit, jobs):
         for tests in lines.values():
             for test in tests:
                 covered["sizes"][test] += 1
-    for library in "accelerate.tracking datasets diffusers matplotlib.figure peft pytest torch tyro".split():
-        importlib.import_module(library)
-    transformers = importlib.import_module("transformers")
-    for name in "GPT2ForSequenceClassification GPT2LMHeadModel PreTrainedTokenizerFast".split():
-        getattr(transformers, name)
-    sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sample = []
+    sample = {}  # key: the mutant
     for path in FILES:
-        sample += [(path, mutant) for mutant in mutants(path)]
-    keys = [(str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]) for path, mutant in sample]
-    known = {key: row for key, row in table().items() if key in keys}
-    gone = [key for key, row in known.items() if row["test"] and row["test"] not in covered["seconds"]]
-    waiting = [i for i, key in enumerate(keys) if key not in known or key in gone]
-    print(f"{len(waiting)} of {len(keys)} mutants to plant", flush=True)
-    write([known[key] for key in keys if key in known and key not in gone])
-    for part in range(jobs):
-        if os.fork() == 0:
-            for i in waiting[part::jobs]:
-                path, mutant = sample[i]
-                row = try_mutant(path, mutant, tests_of(keys[i][0], mutant[0], covered), limit)
-                with open(RESULTS, "a", newline="") as file:
-                    csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-                print(*row.values(), sep=" | ", flush=True)
-            os._exit(0)
-    for _ in range(jobs):
-        os.wait()
-    known = table()
-    write([known[key] for key in keys])
+        for mutant in mutants(path):
+            sample[str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]] = path, mutant
+    known = {}
+    if RESULTS.exists():
+        known = {tuple(row[name] for name in COLUMNS[:4]): row for row in read_csv(RESULTS)}
+    kept = [key for key in sample if key in known and known[key]["test"] in ("", *covered["seconds"])]
+    known = {key: known[key] for key in kept}
+    waiting = [key for key in sample if key not in known]
+    print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
 
+    def tried(key):
+        path, mutant = sample[key]
+        return key, try_mutant(path, mutant, tests_of(key[0], mutant[0], covered), limit)
 
-def write(rows):
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with ThreadPoolExecutor(jobs) as pool:
+        for key, row in pool.map(tried, waiting):
+            known[key] = row
+            write_csv(RESULTS, COLUMNS, [known[key] for key in sample if key in known])
+            print(*row.values(), sep=" | ", flush=True)
 
 
 def main():

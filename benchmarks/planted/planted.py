@@ -72,27 +72,33 @@ def copy_repository(folder):
             shutil.copy2(ROOT / name, folder / name)
 
 
-def try_bug(bug):
-    """The row of results.csv: pytest runs up to the first failure."""
+def first_failure(script, text, tests, *options, launcher=()):
+    """(exit status, first test that fails, seconds) of pytest in a copy of the repository with this text of a script.
+    options: of pytest; launcher: words before the command."""
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
-        Path(folder, bug["script"]).write_text(planted(bug))
-        command = [sys.executable, *PYTEST, "-m", "not slow", *bug["tests"]]
+        Path(folder, script).write_text(text)
+        command = [*launcher, sys.executable, *PYTEST, "-m", "not slow", *options, *tests]
         start = time.monotonic()
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        seconds = time.monotonic() - start
-    test = ""
-    if done.returncode:
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        test = failed[1] if failed else done.stdout[-300:]
+        seconds = f"{time.monotonic() - start:.0f}"
+    if not done.returncode:
+        return 0, "", seconds
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else done.stdout[-300:], seconds
+
+
+def try_bug(bug):
+    """The row of results.csv."""
+    status, test, seconds = first_failure(bug["script"], planted(bug), bug["tests"])
     return {
         "number": bug["number"],
         "script": bug["script"],
         "bug": bug["name"],
-        "caught": OUTCOMES.get(done.returncode, f"pytest ended with {done.returncode}"),
+        "caught": OUTCOMES.get(status, f"pytest ended with {status}"),
         "by": BY,
         "test": test,
-        "seconds": f"{seconds:.0f}",
+        "seconds": seconds,
         "digest": digest(bug),
     }
 

@@ -166,29 +166,19 @@ def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
     assert regression.equal_records(old, old) == 4
 
 
-def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
-    """Of this folder beside itself. A run that is too short is an error."""
-    monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
-    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
-    regression.store_first("sft-randomwalks", "default", [ROOT, ROOT], 2)
-    ours, sums = tables.read_csv(tmp_path / "same.csv")
-    assert (ours["variant"], ours["records"], ours["difference"]) == ("default", "2", "0.0e+00")
-    assert sums["variant"] == "ppo"
-    with pytest.raises(SystemExit, match="0 records of true"):
-        regression.first_records(ROOT, "true", 2, tmp_path / "run")
-
-
 FAKE = """
 import pathlib, sys
 start, *_, run = map(pathlib.Path, sys.argv[1:])
 run.mkdir(parents=True)
+(run / "words").write_text(" ".join(sys.argv[2:-1]))
 first = '{"step": 0, "loss": 0.5}\\n' if start.name == "none" else (start / "metrics.jsonl").read_text()
 (run / "metrics.jsonl").write_text(first)
 """
 
 
-def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeypatch):
-    """Both commits start from what the newer one has made, and each plants the bug of a variant in itself."""
+def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
+    """Both start from what the newer one has made, in float64, and each plants the bug of a variant in itself. A run
+    that is too short is an error."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
         (folder / "planted").mkdir(parents=True)
@@ -199,10 +189,18 @@ def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeyp
     started += [f"python fake.py {base} {copy}/ --run-dir {run}"]
     monkeypatch.setattr(regression, "commands", lambda *_: started)
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
-    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\n")
+    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
     regression.store_first("x", "default", folders, 1)
-    [row] = tables.read_csv(tmp_path / "same.csv")
-    assert (row["old"], row["new"], row["difference"]) == ("old", "new", "0.0e+00")
+    other, row = tables.read_csv(tmp_path / "same.csv")
+    assert (row["old"], row["new"], row["records"], row["difference"]) == ("old", "new", "1", "0.0e+00")
+    assert other["variant"] == "ppo"
+    regression.first_records(
+        folders[0], f"python fake.py none --eval-every 5 --lr 1 --run-dir {run}", 1, tmp_path / "r"
+    )
+    flags = "--lr 1 --dtype float64 --mixed-precision no --eval-every 0 --save-every 0 --run-dir"
+    assert (tmp_path / "r/words").read_text() == flags
+    with pytest.raises(SystemExit, match="0 records of true"):
+        regression.first_records(ROOT, "true", 2, tmp_path / "none")
     assert (folders[1] / base).exists() and not (folders[0] / base).exists()
     assert (folders[1] / copy).exists() and (folders[0] / copy).exists()
 
@@ -234,9 +232,6 @@ def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
     found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
     made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
     assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in expected]
-
-
-def test_a_comparison_plants_the_bug_of_a_pitfall():
     *_, planting, run = regression.needed(seeds.commands("pitfalls", 2, []), "runs/curves/pitfalls/drifting-seed2")
     copy = planting.split()[-1]
     assert " --bugs 22 " in planting and run.startswith(f"python {copy}/algos/grpo.py ")

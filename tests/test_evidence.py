@@ -5,7 +5,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from statistics import stdev
 
 import pytest
@@ -194,9 +193,8 @@ def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
     other, row = tables.read_csv(tmp_path / "same.csv")
     assert (row["old"], row["new"], row["records"], row["difference"]) == ("old", "new", "1", "0.0e+00")
     assert other["variant"] == "ppo"
-    regression.first_records(
-        folders[0], f"python fake.py none --eval-every 5 --lr 1 --run-dir {run}", 1, tmp_path / "r"
-    )
+    command = "python fake.py none --eval-every 5 --lr 1 --run-dir old"
+    regression.first_records(folders[0], command, 1, tmp_path / "r")
     flags = "--lr 1 --dtype float64 --mixed-precision no --eval-every 0 --save-every 0 --run-dir"
     assert (tmp_path / "r/words").read_text() == flags
     with pytest.raises(SystemExit, match="0 records of true"):
@@ -206,9 +204,8 @@ def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
 
 
 def test_an_unknown_commit_is_named():
-    command = [sys.executable, "benchmarks/regression.py", "no-such-commit", "HEAD", "sft-randomwalks"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: no commit no-such-commit\n")
+    with pytest.raises(SystemExit, match="^error: no commit no-such-commit$"):
+        regression.checkout("no-such-commit")
 
 
 def test_only_changed_code_makes_a_run_dirty():

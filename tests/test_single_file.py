@@ -29,9 +29,8 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("algo", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS if x != "sft")])
 def test_the_file_gives_the_same_metrics(algo, alone, scripts, work, whole, tmp_path):
     folder = whole(algo)[0]
-    scripts.run([alone(algo), *flags(work, algo), "--name", "mine"], tmp_path, patch=WITHOUT_COMMON)
-    [run] = tmp_path.glob("runs/mine-*")
-    assert (run / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
+    scripts.run([alone(algo), *flags(work, algo), "--run-dir", "run"], tmp_path, patch=WITHOUT_COMMON)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("algo", ALGOS)

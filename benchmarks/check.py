@@ -23,32 +23,15 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+from matplotlib.figure import Figure
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import paired
+from benchmarks import paired, tables
 from benchmarks.claims import CLAIMS, SUMMARY, TWIN
 from benchmarks.planted import planted
 from benchmarks.references import report as references
-from benchmarks.tables import (
-    AXES,
-    ROOT,
-    average,
-    by_step,
-    claim_path,
-    curves,
-    draw_curves,
-    history,
-    markdown,
-    points,
-    read_csv,
-    read_jsonl,
-    save_figure,
-    shown,
-    stored_runs,
-    write_csv,
-    write_curves,
-)
 from benchmarks.throughput import growth
 from benchmarks.throughput import report as throughput
 
@@ -57,9 +40,8 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/reward": "learned reward",
     "objective/kl": "KL to the start",
 }
-LINE_STYLES = ["-", "--"]
 CASES = "benchmarks/faults/cases.csv"
-SAME = ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
+SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 
 
@@ -72,8 +54,8 @@ def points_over(records, key, over):
     A script measures the KL of the samples that it is going to train on, so the first KL after an evaluation is that of
     the policy that was evaluated."""
     pairs = []
-    for step, value in points(records, key):
-        later = [distance for other, distance in points(records, over) if other > step]
+    for step, value in tables.points(records, key):
+        later = [distance for other, distance in tables.points(records, over) if other > step]
         if later:
             pairs.append((math.sqrt(max(later[0], 0.0)), value))
     return pairs
@@ -88,13 +70,13 @@ def measured(records, key, which, score):
     fall         from the best to the last value
     rise         last value minus the one at the step where the score was best
     """
-    values = history(records, key)
+    values = tables.history(records, key)
     if which == "gain":
-        return (values[-1] - values[0]) / history(records, f"{key}_std")[0]
+        return (values[-1] - values[0]) / tables.history(records, f"{key}_std")[0]
     if which == "rise":
-        scores = dict(points(records, score))
+        scores = dict(tables.points(records, score))
         best_step = max(scores, key=scores.get)
-        return values[-1] - dict(points(records, key))[best_step]
+        return values[-1] - dict(tables.points(records, key))[best_step]
     if which == "late":
         return mean(values[len(values) // 2 :])
     if which == "fall":
@@ -117,7 +99,7 @@ def table(name):
         heads += [f"steps to {claim.reach}", "seconds of training"]
     if claim.samples:
         heads.append("peak GB")
-    return markdown(heads, [table_row(name, variant, runs) for variant, runs in shown(name).items()])
+    return tables.markdown(heads, [table_row(name, variant, runs) for variant, runs in tables.shown(name).items()])
 
 
 def table_row(name, variant, runs):
@@ -127,17 +109,14 @@ def table_row(name, variant, runs):
     cells = [variant, str(len(runs))]
     if claim.scores:
         cells.append(f"`{score}`")
-    histories = [history(records, score) for records in runs.values()]
-    cells.append(average([values[0] for values in histories]))
-    cells.append(average([values[-1] for values in histories]))
-    cells.append(average([max(values) for values in histories]))
+    cells += tables.ends([tables.history(records, score) for records in runs.values()])
     if claim.images:
-        cells.append(average([measured(records, score, "gain", score) for records in runs.values()]))
+        cells.append(tables.average([measured(records, score, "gain", score) for records in runs.values()]))
     for key in claim.table:
-        last_values = [history(records, key)[-1] for records in runs.values() if history(records, key)]
-        cells.append(average(last_values) if last_values else "-")
-    last_step, _ = points(next(iter(runs.values())), score)[-1]
-    stored = [run for run in stored_runs(name) if run["variant"] == variant]
+        last_values = [tables.history(records, key)[-1] for records in runs.values() if tables.history(records, key)]
+        cells.append(tables.average(last_values) if last_values else "-")
+    last_step, _ = tables.points(next(iter(runs.values())), score)[-1]
+    stored = [run for run in tables.stored_runs(name) if run["variant"] == variant]
     cells += [f"{last_step:.0f}", f"{mean(float(run['seconds']) for run in stored):.0f}"]
     if claim.reach < math.inf:
         cells += reached(runs, score, claim.reach)
@@ -153,16 +132,16 @@ def reached(runs, score, level):
         first += [record for record in records if record.get(score, -math.inf) >= level][:1]
     if len(first) < len(runs):
         return [f"in {len(first)} of {len(runs)} seeds", ""]
-    return [average([record["step"] for record in first]), average([record["seconds"] for record in first])]
+    return [tables.average([record[name] for record in first]) for name in ("step", "seconds")]
 
 
 def results(name):
     """The block of a claim's README.md: the table, the bars, and where it was measured."""
     claim = CLAIMS[name]
-    runs = [run for run in stored_runs(name) if not run["variant"].endswith(TWIN)]
+    runs = [run for run in tables.stored_runs(name) if not run["variant"].endswith(TWIN)]
     devices = sorted({f"{run['device']}, {run['threads']} threads, torch {run['torch']}" for run in runs})
     commits = sorted({run["commit"] for run in runs})
-    variants = curves(name)
+    variants = tables.curves(name)
     bars = []
     for variant, key, which, sign, bar, count in claim.bars:
         seeds = f"at least {count} of {len(variants[variant])} seeds"
@@ -189,21 +168,21 @@ def results(name):
 
 def before_and_after(name):
     """Lines with samples for held-out prompts at the start and at the end of a run, for claims that keep them."""
-    file = claim_path(name) / "samples.csv"
+    file = tables.claim_path(name) / "samples.csv"
     if not CLAIMS[name].samples:
         return []
     rows = []
-    for row in read_csv(file):
+    for row in tables.read_csv(file):
         rows.append([cell.replace("|", "\\|") for cell in row.values()])
     first = "Samples of seed 1, for the first held-out prompts, before and after:"
-    return ["", first, "", *markdown(["variant", "prompt", "before", "after"], rows)]
+    return ["", first, "", *tables.markdown(["variant", "prompt", "before", "after"], rows)]
 
 
 def same_steps(name):
     """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
-    commits = [(name, run["variant"].removesuffix(TWIN), run["commit"][:12]) for run in stored_runs(name)]
+    commits = [(name, run["variant"].removesuffix(TWIN), run["commit"][:12]) for run in tables.stored_runs(name)]
     variants = {}  # those with the same words
-    for row in read_csv(SAME):
+    for row in tables.read_csv(SAME):
         if (row["claim"], row["variant"], row["old"]) in commits:
             words = "at {old} and at {new}, {records} records: {difference}".format(**row)
             variants.setdefault(words, []).append(f"`{row['variant']}`")
@@ -215,7 +194,7 @@ def same_steps(name):
 def rounding(name):
     """Lines that say how far runs of the same seed lie apart on two CPUs, in what the bars are about; none where no
     runs tell it. Where the commits differ, too, rounding is a part of it."""
-    runs = curves(name)
+    runs = tables.curves(name)
     lines = {}  # what a bar is about: its line
     for variant, key, which, *_ in CLAIMS[name].bars:
         score = CLAIMS[name].score_of(variant)
@@ -226,7 +205,7 @@ def rounding(name):
             spread = math.sqrt(mean((end - other) ** 2 for end, other in zip(ends, others, strict=True)) / 2)
             spreads = f"{spread:.4f} and {stdev(ends):.4f}, {len(twins)} seeds"
             lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spreads}"
-    twins = [run for run in stored_runs(name) if run["variant"].endswith(TWIN)]
+    twins = [run for run in tables.stored_runs(name) if run["variant"].endswith(TWIN)]
     where = "; ".join(sorted({f"{run['device']}, commit {run['commit'][:12]}" for run in twins}))
     first = f"Standard deviations between runs of the same seed here and on another CPU ({where}), and between seeds:"
     return ["", first, "", *lines.values()] if lines else []
@@ -235,7 +214,7 @@ def rounding(name):
 def missed_bars(name):
     for variant, key, which, sign, bar, count in CLAIMS[name].bars:
         score = CLAIMS[name].score_of(variant)
-        values = [measured(records, key, which, score) for records in curves(name).get(variant, {}).values()]
+        values = [measured(records, key, which, score) for records in tables.curves(name).get(variant, {}).values()]
         reached = [value for value in values if (value >= bar if sign == ">=" else value <= bar)]
         if len(reached) < count:
             listed = ", ".join(f"{value:.3f}" for value in values)
@@ -253,20 +232,19 @@ def figure_data(name):
     panels = {}
     for key in claim.panels or [claim.score]:
         panels[key] = {}
-        for variant, runs in shown(name).items():
+        for variant, runs in tables.shown(name).items():
             if claim.over:
                 lines = {seed: points_over(records, key, claim.over) for seed, records in runs.items()}
             else:
-                lines = {seed: points(records, key, claim.axis) for seed, records in runs.items()}
+                lines = {seed: tables.points(records, key, claim.axis) for seed, records in runs.items()}
             if any(len(line) > fewest for line in lines.values()):
                 panels[key][variant] = lines
     return panels
 
 
 def data_digest(name):
-    """The digest of all that the figure shows."""
     claim = CLAIMS[name]
-    files = [claim_path(name) / "images" / file for file in claim.images.values()]
+    files = [tables.claim_path(name) / "images" / file for file in claim.images.values()]
     images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     data = [figure_data(name), images, claim.title, claim.lines, claim.over, claim.groups]
     if claim.pairs:
@@ -281,13 +259,11 @@ def draw_figure(name):
     else:
         figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
-    save_figure(figure, claim_path(name) / "curve.png", 90, data_digest(name))
+    tables.save_figure(figure, tables.claim_path(name) / "curve.png", 90, data_digest(name))
 
 
 def draw_panels(name):
-    """The figure of most claims: a panel a metric, and images below."""
-    from matplotlib.figure import Figure
-
+    """The figure of most claims: a panel a metric, that of the score with its reference levels, and images below."""
     claim = CLAIMS[name]
     panels = figure_data(name)
     width = 3 + max(4 * len(panels), 6)
@@ -298,33 +274,26 @@ def draw_panels(name):
         draw_images(name, bottom)
     row = top.subplots(1, len(panels), squeeze=False)[0]
     for axes, (key, variants) in zip(row, panels.items(), strict=True):
-        draw_curves(axes, variants, list(shown(name)))
-        axes.set(xlabel=AXES[claim.axis], ylabel=key)
+        tables.draw_curves(axes, variants, list(tables.shown(name)))
+        axes.set(xlabel=tables.AXES[claim.axis], ylabel=key)
         if key == claim.score:
-            draw_levels(axes, claim.lines)
+            for label, level in claim.lines.items():
+                axes.axhline(level, color="gray", linestyle=":", linewidth=1)
+                axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
     top.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     return figure
 
 
-def draw_levels(axes, levels):
-    """Lines at the claim's reference levels of the score."""
-    for label, level in levels.items():
-        axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-        axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
-
-
 def draw_over(name):
     """The figure of a claim with groups: a panel a group, with all metrics."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
     data = figure_data(name)
     figure = Figure(figsize=(4 * len(claim.groups), 4.2), layout="constrained")
     panels = figure.subplots(1, len(claim.groups), sharex=True, sharey=True)
     for axes, (title, group) in zip(panels, claim.groups.items(), strict=True):
-        for key, style in zip(claim.panels, LINE_STYLES, strict=True):
+        for key, style in zip(claim.panels, ["-", "--"], strict=True):
             lines = {f"{PLAIN_NAMES[key]}, {label}": data[key][variant] for label, variant in group.items()}
-            draw_curves(axes, lines, list(lines), linestyle=style)
+            tables.draw_curves(axes, lines, list(lines), linestyle=style)
         axes.set_title(title, fontsize=10)
         axes.set(xlabel=f"square root of the {PLAIN_NAMES[claim.over]} (nats)", ylabel="reward")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
@@ -332,12 +301,9 @@ def draw_over(name):
 
 
 def draw_images(name, figure):
-    """The claim's images, in two rows."""
-    from PIL import Image
-
     images = CLAIMS[name].images
     for axes, title in zip(figure.subplots(2, 2).flat, images, strict=True):
-        axes.imshow(Image.open(claim_path(name) / "images" / images[title]), interpolation="nearest")
+        axes.imshow(Image.open(tables.claim_path(name) / "images" / images[title]), interpolation="nearest")
         axes.set_title(title, fontsize=9)
         axes.axis("off")
 
@@ -352,32 +318,31 @@ def summary():
     for script, (paper, name, variant, score) in SUMMARY.items():
         claim = CLAIMS[name]
         key = claim.score_of(variant)
-        runs = curves(name)[variant].values()
-        histories = [history(records, key) for records in runs]
-        stored = [run for run in stored_runs(name) if run["variant"] == variant]
+        runs = tables.curves(name)[variant].values()
+        histories = [tables.history(records, key) for records in runs]
+        stored = [run for run in tables.stored_runs(name) if run["variant"] == variant]
         seconds = min(float(run["seconds"]) for run in stored)  # the least disturbed by other work
-        lines = (ROOT / "algos" / script).read_text().splitlines()
+        lines = (tables.ROOT / "algos" / script).read_text().splitlines()
         reference = next(iter(claim.lines), "")
         if variant in claim.scores:
-            shorter_wins = mean(history(records, "eval/all/shorter_wins")[-1] for records in runs)
+            shorter_wins = mean(tables.history(records, "eval/all/shorter_wins")[-1] for records in runs)
             reference = f"the shorter wins {shorter_wins:g}"
         if claim.images:
-            reference = f"base model {average([values[0] for values in histories])}"
-        ours = f"{score} {average([values[-1] for values in histories])}, {len(histories)} seeds"
+            reference = f"base model {tables.average([values[0] for values in histories])}"
+        ours = f"{score} {tables.average([values[-1] for values in histories])}, {len(histories)} seeds"
         link = f"[{script}](algos/{script})"
         rows.append([link, paper, str(len(lines)), name.split("-")[1], reference, ours, f"{seconds:.0f} s"])
-    return markdown(heads, rows)
+    return tables.markdown(heads, rows)
 
 
 def csv_table(file):
-    """A CSV file as Markdown lines."""
-    rows = read_csv(ROOT / file)
-    return markdown(list(rows[0]), [row.values() for row in rows])
+    rows = tables.read_csv(tables.ROOT / file)
+    return tables.markdown(list(rows[0]), [row.values() for row in rows])
 
 
 def tried_cases():
     """What tests/README.md says of the table of faults."""
-    rows = read_csv(ROOT / CASES)
+    rows = tables.read_csv(tables.ROOT / CASES)
     passed = sum(row["result"] == "passed" for row in rows)
     pairs = sum(len(row["scripts"].split()) for row in rows)
     tests = sum(int(row["tests"]) for row in rows)
@@ -387,7 +352,7 @@ def tried_cases():
 
 def signs():
     """What the first iteration of the pitfalls shows (benchmarks/signs.py), as Markdown lines."""
-    rows = read_csv(claim_path("pitfalls") / "signs.csv")
+    rows = tables.read_csv(tables.claim_path("pitfalls") / "signs.csv")
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         ours = [row for row in rows if row["variant"] == variant]
@@ -397,7 +362,7 @@ def signs():
         small, large = (float(row["grad_norm"]) for row in ours if row["seed"] == "1")
         change = f"{abs(large / small - 1):.0e}"
         lines.append([f"`{variant}`", f"{entropy:.4f}", f"{mean(gaps):+.4f} ± {error:.4f}", change])
-    return markdown(["variant", "entropy", "nll - entropy", "change of the gradient"], lines)
+    return tables.markdown(["variant", "entropy", "nll - entropy", "change of the gradient"], lines)
 
 
 def blocks():
@@ -428,7 +393,7 @@ def documents():
 
 def with_blocks(document):
     """The text of a document with its generated tables, each between the marks of its block."""
-    text = (ROOT / document).read_text()
+    text = (tables.ROOT / document).read_text()
     for file, name, make_lines in blocks():
         if file == document:
             before, mark, rest = text.partition(f"<!-- {name} -->\n")
@@ -448,27 +413,25 @@ def verify():
     for name in CLAIMS:
         problems += verify_claim(name)
     for document in documents():
-        if (ROOT / document).read_text() != with_blocks(document):
+        if (tables.ROOT / document).read_text() != with_blocks(document):
             problems.append(
                 f"{document}: a table does not follow from code and benchmarks: check.py --write makes it anew"
             )
-    failed = [row["number"] for row in read_csv(ROOT / CASES) if row["result"] != "passed"]
+    failed = [row["number"] for row in tables.read_csv(tables.ROOT / CASES) if row["result"] != "passed"]
     problems += [f"faults: case {number} has not passed" for number in failed]
     return problems + planted.problems()
 
 
 def verify_claim(name):
     """What is off in the folder of a claim, as sentences."""
-    from PIL import Image
-
-    folder = claim_path(name)
+    folder = tables.claim_path(name)
     problems = [f"{name}: {file} is missing" for file in FILES if not (folder / file).exists()]
     if problems:
         return problems
     seeds_of = {}
-    for run in stored_runs(name):
+    for run in tables.stored_runs(name):
         seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
-    if seeds_of != {variant: set(runs) for variant, runs in curves(name).items()}:
+    if seeds_of != {variant: set(runs) for variant, runs in tables.curves(name).items()}:
         problems.append(f"{name}: runs.csv and curves.csv name different runs")
     if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
         problems.append(f"{name}: curve.png does not show curves.csv")
@@ -481,7 +444,7 @@ def write():
     for name in references.REFERENCES:
         references.draw(name)
     for document in documents():
-        (ROOT / document).write_text(with_blocks(document))
+        (tables.ROOT / document).write_text(with_blocks(document))
 
 
 def collect(name, run_dirs):
@@ -489,9 +452,9 @@ def collect(name, run_dirs):
     without an evaluation have no curve and are left out."""
     rows = {}
     records = {}
-    if (claim_path(name) / "runs.csv").exists():  # a new claim has none
-        rows = {(run["variant"], int(run["seed"])): run for run in stored_runs(name)}
-        records = curves(name)
+    if (tables.claim_path(name) / "runs.csv").exists():  # a new claim has none
+        rows = {(run["variant"], int(run["seed"])): run for run in tables.stored_runs(name)}
+        records = tables.curves(name)
     for run_dir in map(Path, run_dirs):
         variant, _, seed = run_dir.name.rpartition("-seed")
         kept = kept_records(name, variant, run_dir)
@@ -500,16 +463,16 @@ def collect(name, run_dirs):
             records.setdefault(variant, {})[int(seed)] = kept
             if CLAIMS[name].samples and int(seed) == 1:
                 collect_samples(name, variant, run_dir)
-    write_curves(claim_path(name) / "curves.csv", "variant", records)
+    tables.write_curves(tables.claim_path(name) / "curves.csv", "variant", records)
     sorted_rows = [rows[key] for key in sorted(rows)]
     columns = dict.fromkeys(itertools.chain(*sorted_rows))  # older rows have no memory
-    write_csv(claim_path(name) / "runs.csv", list(columns), sorted_rows)
+    tables.write_csv(tables.claim_path(name) / "runs.csv", list(columns), sorted_rows)
 
 
 def collect_samples(name, variant, run_dir):
     """Stores the first samples of the first and the last evaluation of a run; of ilql those of the largest beta. A run
     that samples nothing has none."""
-    samples = read_jsonl(run_dir / "samples.jsonl") if (run_dir / "samples.jsonl").exists() else []
+    samples = tables.read_jsonl(run_dir / "samples.jsonl") if (run_dir / "samples.jsonl").exists() else []
     samples = [sample for sample in samples if "output" in sample]  # not of pairs
     beta = max((sample.get("beta", 0) for sample in samples), default=0)
     last = max((sample["step"] for sample in samples), default=0)
@@ -518,12 +481,12 @@ def collect_samples(name, variant, run_dir):
         if sample.get("beta", 0) == beta:
             texts.setdefault((sample["step"], sample["prompt"]), sample["output"])
     prompts = [prompt for step, prompt in texts if step == 0][: CLAIMS[name].samples]
-    file = claim_path(name) / "samples.csv"
-    rows = [row for row in read_csv(file) if row["variant"] != variant] if file.exists() else []
+    file = tables.claim_path(name) / "samples.csv"
+    rows = [row for row in tables.read_csv(file) if row["variant"] != variant] if file.exists() else []
     for prompt in prompts:
         row = {"variant": variant, "prompt": last_line(prompt)}
         rows.append(row | {"before": repr(texts[0, prompt])[1:-1], "after": repr(texts[last, prompt])[1:-1]})
-    write_csv(file, ["variant", "prompt", "before", "after"], sorted(rows, key=lambda row: row["variant"]))
+    tables.write_csv(file, ["variant", "prompt", "before", "after"], sorted(rows, key=lambda row: row["variant"]))
 
 
 def last_line(prompt):
@@ -539,14 +502,14 @@ def last_line(prompt):
 def collect_run(name, variant, seed, run_dir, kept):
     """The row of runs.csv of a run; stores its images where the claim shows them."""
     claim = CLAIMS[name]
-    values = history(kept, claim.score_of(variant))
+    values = tables.history(kept, claim.score_of(variant))
     env = json.loads((run_dir / "env.json").read_text())
-    perf = read_jsonl(run_dir / "perf.jsonl")
+    perf = tables.read_jsonl(run_dir / "perf.jsonl")
     if claim.images and seed == 1:
         grids = sorted((run_dir / "images").glob("*.png"))
         for file, grid in {f"{variant}-first.png": grids[0], f"{variant}-last.png": grids[-1]}.items():
             if file in claim.images.values():
-                first_four(grid).save(claim_path(name) / "images" / file, optimize=True)
+                first_four(grid).save(tables.claim_path(name) / "images" / file, optimize=True)
     row = {
         "variant": variant,
         "seed": seed,
@@ -560,7 +523,7 @@ def collect_run(name, variant, seed, run_dir, kept):
         "memory_mb": f"{max(record.get('perf/peak_memory_mb', 0) for record in perf):.0f}",
         "last": values[-1],
         "best": max(values),
-        "command": env["command"].removeprefix("python ").replace(str(ROOT) + "/", ""),
+        "command": env["command"].removeprefix("python ").replace(str(tables.ROOT) + "/", ""),
     }
     if claim.pairs:
         row["tokens"] = sampled_tokens(run_dir)
@@ -570,8 +533,6 @@ def collect_run(name, variant, seed, run_dir, kept):
 def first_four(grid, rows=12, columns=8, size=32):
     """The first four images of every row of a grid as ddpo.py draws it, enlarged and with text below, without both:
     a column a row."""
-    from PIL import Image
-
     pixels = np.asarray(Image.open(grid))
     tile = pixels.shape[1] // columns
     captions = []
@@ -591,7 +552,7 @@ def commit_of(env):
     for name, digest in env["files"].items():
         if name == "script" or name.startswith("common/"):
             file = f"algos/{env['algo']}.py" if name == "script" else name
-            shown = subprocess.run(["git", "-C", str(ROOT), "show", f"{commit}:{file}"], capture_output=True)
+            shown = subprocess.run(["git", "-C", str(tables.ROOT), "show", f"{commit}:{file}"], capture_output=True)
             if hashlib.sha256(shown.stdout).hexdigest() != digest:
                 return env["commit"]
     return commit
@@ -609,10 +570,10 @@ def kept_records(name, variant, run_dir):
         keys.append("seconds")
     seconds = training_seconds(run_dir)
     records = []
-    for record in by_step(read_jsonl(run_dir / "metrics.jsonl")):
+    for record in tables.by_step(tables.read_jsonl(run_dir / "metrics.jsonl")):
         record["seconds"] = seconds.get(record["step"], 0.0)
         records.append({key: record[key] for key in keys if record.get(key) is not None})
-    if not history(records, claim.score_of(variant)):
+    if not tables.history(records, claim.score_of(variant)):
         return None
     return [record for record in records if record is records[-1] or record.keys() & set(shown)]
 
@@ -620,7 +581,7 @@ def kept_records(name, variant, run_dir):
 def sampled_tokens(run_dir):
     """Million tokens of responses that a run has trained on; 0 without rollouts."""
     [size] = re.findall(r"^rollout_batch_size: (\d+)", (run_dir / "config.yaml").read_text(), flags=re.M) or [0]
-    lengths = [record.get("tokens/responses_len", 0) for record in read_jsonl(run_dir / "metrics.jsonl")]
+    lengths = [record.get("tokens/responses_len", 0) for record in tables.read_jsonl(run_dir / "metrics.jsonl")]
     return f"{int(size) * sum(lengths) / 1e6:.3f}"
 
 
@@ -628,7 +589,7 @@ def training_seconds(run_dir):
     """{step: seconds of the rollouts and updates up to it}, without evaluations."""
     seconds = {}
     total = 0.0
-    for record in read_jsonl(run_dir / "perf.jsonl"):
+    for record in tables.read_jsonl(run_dir / "perf.jsonl"):
         total += record.get("perf/seconds_rollout", 0.0) + record.get("perf/seconds_update", 0.0)
         seconds[record.get("step")] = total
     return seconds

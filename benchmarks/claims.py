@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Claim:
-    """What a folder under benchmarks/curves shows."""
-
     title: str
     score: str  # the metric of figure and table
-    lines: dict  # reference levels in the figure: label -> value
     bars: list  # (variant, metric, one of the names in `measured`, ">=" or "<=", bar, at least so many seeds)
+    lines: dict = field(default_factory=dict)  # reference levels in the figure: label -> value
     table: dict = field(default_factory=dict)  # further columns of the table: metric -> heading
     scores: dict = field(default_factory=dict)  # variants with another score
     panels: list = field(default_factory=list)  # of the figure, a metric each; default: the score
@@ -105,7 +103,6 @@ CLAIMS = {
     "ddpo-shapes": Claim(
         title="DDPO on coloured shapes: what is rewarded appears, on captions and noise that stay the same",
         score="eval/reward",
-        lines={},
         bars=[
             ("default", "eval/reward", "gain", ">=", 1.0, 5),
             ("default", "eval/agreement", "last", ">=", 0.5, 5),
@@ -159,7 +156,6 @@ CLAIMS = {
     "grpo-countdown": Claim(
         title="GRPO on the countdown: means of the loss, steps an iteration, clip ranges, ratios",
         score="eval/accuracy",
-        lines={},
         bars=[
             ("default", "eval/accuracy", "last", ">=", 0.5, 3),
             ("four-steps", "eval/accuracy", "last", ">=", 0.55, 3),
@@ -176,7 +172,6 @@ CLAIMS = {
     "overoptimisation-randomwalks": Claim(
         title="Over-optimisation on random walks: a reward learned from too few pairs, followed too far",
         score="eval/optimality",
-        lines={},
         bars=[
             ("pairs-100-kl-0", "eval/optimality", "last", "<=", 0.3, 3),
             ("pairs-100-kl-0", "eval/optimality", "fall", ">=", 0.05, 3),
@@ -212,7 +207,6 @@ CLAIMS = {
     "pitfalls": Claim(
         title="What a mistake costs: the same runs with and without it",
         score="eval/accuracy",
-        lines={},
         bars=[
             ("hinted", "eval/accuracy", "last", ">=", 0.95, 9),
             ("positions", "eval/accuracy", "last", "<=", 0.4, 9),
@@ -246,7 +240,6 @@ CLAIMS = {
     "grpo-variants": Claim(
         title="Variants of GRPO, and PPO, in pairs: same seeds and episodes",
         score="eval/accuracy",
-        lines={},
         bars=[(f"{task}-grpo", "eval/accuracy", "last", ">=", 0.95, 9) for task in ("sums", "calculator")],
         table={"policy/entropy": "entropy", "policy/clipfrac": "clipped", "objective/kl": "KL to the start"},
         pairs=variant_pairs("sums") | variant_pairs("calculator"),
@@ -272,7 +265,6 @@ CLAIMS = {
     "smollm2-reviews": Claim(
         title="Film reviews by SmolLM2-135M-Instruct: their sentiment, by every script for text but grpo",
         score="eval/sentiment",
-        lines={},
         bars=[
             ("sft", "eval/sentiment", "last", ">=", 0.25, 3),  # was 0.3: seed 1 ended at 0.283 ± 0.033
             ("ppo", "eval/sentiment", "last", ">=", 0.5, 3),
@@ -295,7 +287,6 @@ CLAIMS = {
     "smollm2-adapters": Claim(
         title="LoRA adapters and full training of SmolLM2-135M-Instruct: learning rates",
         score="eval/accuracy",
-        lines={},
         bars=[],
         table={"eval/loss": "held-out loss"},
         scores={f"grpo-{name}": "eval/reward" for name in GRPO_RATES},

@@ -15,7 +15,6 @@ import json
 import shutil
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -253,22 +252,13 @@ def print_table(rows):
     print("\n".join(line.rstrip() for line in lines))
 
 
-def short_name(model):
-    """Without the folders or the organisation, and of `file.py:function` the file."""
-    return model.rstrip("/").rpartition("/")[2].partition(".py:")[0]
-
-
 def list_rows(runs):
-    """A row for each run."""
     rows = []
     for run in runs:
         curve = run.curve(run.headline)
-        changed = max(path.stat().st_mtime for path in run.folder.glob("*.json*"))
         row = {"run": run.folder.name, "state": run.state}
         row["headline"] = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
         row["algo"] = run.algo
-        row["date"] = time.strftime("%Y-%m-%d", time.localtime(changed))
-        row["model"] = short_name(str(run.flags.get("model")))
         rows.append(row)
     return rows
 

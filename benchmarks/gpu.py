@@ -1,15 +1,14 @@
 """The scripts on a GPU. Writes a page; gpu.md is that of one H100.
 
     python benchmarks/gpu.py                                         # all of it, to gpu.md
-    python benchmarks/gpu.py --parts right token update kernels peers --limit 540   # for ten minutes of a GPU
+    python benchmarks/gpu.py --parts right token update --limit 540   # for ten minutes of a GPU
 
 traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
 continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
 dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
 right: passes as graphs (common/decoding.py) beside the plain loop. token: milliseconds of both. update: forward and
-backward of a micro-batch. kernels: both with fewer kernels, which no script has. peers: what transformers has for
-decoding. --tiny: small sizes, which show only that they
-run. Where git does not know the commit, COMMIT names it.
+backward of a micro-batch. --tiny: small sizes, which show only that they run. Where git does not know the commit,
+COMMIT names it.
 """
 
 import argparse
@@ -22,16 +21,17 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
-from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.tables import ROOT, read_jsonl
 
 SHAPE = {  # Qwen/Qwen3-0.6B
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -58,20 +58,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(words, patch=()):
+def run(words, options=()):
     """(seconds, output) of a script; RuntimeError with the last lines that it printed if it fails."""
     from harness import once
 
     begin = time.monotonic()
-    command = [sys.executable, *patch, *once(words)]
+    command = [sys.executable, *options, *once(words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-12:]))
     return time.monotonic() - begin, done.stdout
-
-
-def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def differences(found, expected):
@@ -107,7 +103,7 @@ def traces(args, folder):
         run_dir = folder / f"{algo}-{dtype}"
         words = [*command(algo, run_dir), "--dtype", dtype, "--mixed-precision", "no"]
         run(words, ["-c", CPU_DRAW.format(root=str(ROOT))])
-        pairs = list(zip(records(run_dir / "metrics.jsonl"), records(GOLDEN / f"{algo}.jsonl"), strict=True))
+        pairs = list(zip(read_jsonl(run_dir / "metrics.jsonl"), read_jsonl(GOLDEN / f"{algo}.jsonl"), strict=True))
         if dtype == "float32":
             pairs = pairs[:1]
         difference, name = max(found for pair in pairs for found in differences(*pair))
@@ -152,29 +148,18 @@ def tasks(args, folder):
     def task(algo):
         seconds, _ = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
         headline = newest_headline(folder / f"task-{algo}")
-        values = [line[headline] for line in records(folder / f"task-{algo}/metrics.jsonl") if headline in line]
+        values = [line[headline] for line in read_jsonl(folder / f"task-{algo}/metrics.jsonl") if headline in line]
         return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
 
     yield from at_once(args, task, [(algo,) for algo in args.algos])
 
 
-def save_model(args, folder):
-    """A directory with a model of the shape and random weights, and the tokenizer of random walks."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
+def steps(args, folder):
+    """The larger model with the tokenizer of random walks."""
     from benchmarks.tasks import randomwalks
 
-    tokenizer = randomwalks.tokenizer()
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = Qwen3Config(**SHAPE | (TINY if args.tiny else {}), **special, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def steps(args, folder):
-    model = save_model(args, folder / "model")
+    for part in (build(args, "qwen3-0.6b"), randomwalks.tokenizer()):
+        part.save_pretrained(folder / "model")
     length = 32 if args.tiny else 512  # of a prompt, and of a response
     texts = ["abcdefghijklmnopqrstu"[i:] * length for i in range(16)]
     rows = [{"prompt": text[: length - 1], "completion": text[length : 2 * length]} for text in texts]
@@ -184,17 +169,16 @@ def steps(args, folder):
     (folder / "score.py").write_text("def score(outputs, **columns):\n    return [float(len(o)) for o in outputs]\n")
     yield "script", "seconds, with the start", "peak memory, GB", "predicted, GB"
     for algo in PREDICTED:
-        flags = f"--model {model} --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl "
+        flags = f"--model {folder}/model --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl "
         if algo in ("ppo", "grpo"):
             flags += f"--reward {folder}/score.py:score --total-episodes 64 --rollout-batch-size 64 --batch-size 32 "
             flags += f"--max-new-tokens {length}"
         else:
             flags += f"--max-length {2 * length} --total-steps 2 --batch-size 16"
         run_dir = folder / f"steps-{algo}"
-        seconds, _ = run(
-            [f"algos/{algo}.py", *flags.split(), "--eval-every", 0, "--save-every", 0, "--run-dir", run_dir]
-        )
-        peak = records(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
+        flags += f" --eval-every 0 --save-every 0 --run-dir {run_dir}"
+        seconds, _ = run([f"algos/{algo}.py", *flags.split()])
+        peak = read_jsonl(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
         yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
 
@@ -221,16 +205,11 @@ def queries_of(rows, width, words):
     return queries[: rows - rows // 4] + queries[: rows // 4]
 
 
-@contextmanager
 def graphs(on):
     """Lets passes of `sample` become graphs."""
     from common import sampling
 
-    before, sampling.GRAPHS = sampling.GRAPHS, ("cuda",) if on else ()
-    try:
-        yield
-    finally:
-        sampling.GRAPHS = before
+    return patch.object(sampling, "GRAPHS", ("cuda",) if on else ())
 
 
 def autocast(on=True):
@@ -306,20 +285,11 @@ def token(args, folder):
                     seconds, _ = timed(sampling.sample, lm, PADDING, queries, uniforms, [tokens] * rows)
                 milliseconds[on] = seconds / tokens * 1e3
             captured.clear()
-            decoding.capture = measured
-            with graphs(True), autocast():
+            with graphs(True), autocast(), patch.object(decoding, "capture", measured):
                 sampling.sample(lm, PADDING, queries, uniforms, [tokens] * rows)
-            decoding.capture = capture
-            worst = max(captured, default=(float("nan"),) * 2)
-            yield (
-                name,
-                rows,
-                f"{milliseconds[False]:.2f}",
-                f"{milliseconds[True]:.2f}",
-                len(captured),
-                f"{worst[0]:.3f}",
-                f"{worst[1]:.3f}",
-            )
+            seconds, replay = max(captured, default=(float("nan"),) * 2)
+            both = (f"{milliseconds[on]:.2f}" for on in (False, True))
+            yield name, rows, *both, len(captured), f"{seconds:.3f}", f"{replay:.3f}"
 
 
 def seconds_of_updates(lm, width):
@@ -352,104 +322,9 @@ def update(args, folder):
         yield side, f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{6 * weights * rate / PEAK:.3f}"
 
 
-@contextmanager
-def fused_norms(lm):
-    """Torch's RMS norm in place of the model's."""
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-    def norm(self, states):
-        return F.rms_norm(states, self.weight.shape, self.weight, self.variance_epsilon)
-
-    before, Qwen3RMSNorm.forward = Qwen3RMSNorm.forward, norm
-    try:
-        yield
-    finally:
-        Qwen3RMSNorm.forward = before
-
-
-@contextmanager
-def compiled_blocks(lm):
-    for layer in lm.model.layers:
-        layer.compile(dynamic=True)
-    try:
-        yield
-    finally:
-        for layer in lm.model.layers:
-            layer._compiled_call_impl = None
-
-
-def kernels(args, folder):
-    """A token of 64 rows by graphs, and an update of 8 rows of 384 tokens, of the larger model."""
-    from common.sampling import sample
-
-    yield "side", "ms a token", "ms of an update", "seconds of the first of each"
-    lm = build(args, "qwen3-0.6b")
-    rows, tokens, width = (3, 16, 32) if args.tiny else (64, 256, 384)
-    queries = queries_of(rows, 8 if args.tiny else 128, lm.config.vocab_size)
-    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
-    sides = {"as it is": nullcontext, "fused norms": fused_norms, "compiled blocks": compiled_blocks}
-    for side, context in sides.items():
-        if args.left() < 60 or (args.tiny and side == "compiled blocks"):
-            return
-        with context(lm), torch.autocast(DEVICE.type, enabled=False):
-            with graphs(True), autocast(), torch.no_grad():
-                first, _ = timed(sample, lm.eval(), PADDING, queries, uniforms, [tokens] * rows)
-                seconds, _ = timed(sample, lm, PADDING, queries, uniforms, [tokens] * rows)
-            first_updates, _ = timed(seconds_of_updates, lm.train(), width)
-            updates = seconds_of_updates(lm, width)
-        yield side, f"{seconds / tokens * 1e3:.2f}", f"{updates * 1e3:.1f}", f"{first:.1f}, {first_updates:.1f}"
-
-
-@torch.no_grad()
-def peers(args, folder):
-    """transformers' own ways to decode, 64 rows: `generate`, with a static cache and compiled, and continuous batching,
-    beside graphs."""
-    from transformers import GenerationConfig
-
-    from common.sampling import sample
-
-    yield "side", "ms a token", "tokens/s"
-    lm = build(args, "qwen3-0.6b")
-    rows, width, tokens = (3, 8, 8) if args.tiny else (64, 128, 64)
-    query = torch.randint(3, lm.config.vocab_size, (rows, width))
-    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens, "pad_token_id": 0}
-
-    def ours():
-        with graphs(True):
-            sample(lm, PADDING, query.tolist(), uniforms, [tokens] * rows)
-
-    def generate(**more):
-        ids = query.to(DEVICE)
-        lm.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=tokens, **options, **more)
-
-    def continuous():
-        from transformers.generation import ContinuousBatchingConfig
-
-        config = GenerationConfig(**options, eos_token_id=-1)
-        memory = ContinuousBatchingConfig(max_memory_percent=0.3)
-        lm.generate_batch(
-            query.tolist(), generation_config=config, continuous_batching_config=memory, progress_bar=False
-        )
-
-    sides = {"ours": ours, "generate": generate, "generate, bfloat16 weights": generate}
-    sides["static and compiled, bfloat16 weights"] = partial(generate, cache_implementation="static")
-    sides["continuous batching, bfloat16 weights"] = continuous
-    for side, function in sides.items():
-        if args.left() < 60 or (args.tiny and "weights" in side):  # on a CPU these take minutes
-            return
-        rounded = "weights" in side  # a static cache has the type of the weights
-        if rounded:
-            lm.bfloat16()
-        with autocast(not rounded):
-            function()  # warms up
-            seconds, _ = timed(function)
-        yield side, f"{seconds / tokens * 1e3:.2f}", f"{rows * tokens / seconds:.0f}"
-
-
 # ---- Page ------------------------------------------------------------------------------------------------------------
 
-PARTS = {part.__name__: part for part in (right, token, update, kernels, peers, traces, again, tasks, steps)}
+PARTS = {part.__name__: part for part in (right, token, update, traces, again, tasks, steps)}
 
 
 def heading():

@@ -4,16 +4,10 @@ and the same evaluations, so much of what chance does to one it does to the othe
 import math
 from statistics import median, stdev
 
+from matplotlib.figure import Figure
+
+from benchmarks import tables
 from benchmarks.claims import CLAIMS
-from benchmarks.tables import (
-    curves,
-    draw_curves,
-    history,
-    markdown,
-    paired_interval,
-    points,
-    stored_runs,
-)
 
 HEADS = {"level": "at the end", "area": "mean of the curve", "tokens": "million tokens", "seconds": "seconds"}
 SCORES = ("level", "area")
@@ -23,12 +17,12 @@ def measures(name):
     """{level, area, tokens or seconds: {(variant, seed): number}} of the runs of a claim. area: the mean of the score
     over the evaluations, which are equally far apart."""
     found = {measure: {} for measure in HEADS}
-    for variant, runs in curves(name).items():
+    for variant, runs in tables.curves(name).items():
         for seed, records in runs.items():
-            values = history(records, CLAIMS[name].score_of(variant))
+            values = tables.history(records, CLAIMS[name].score_of(variant))
             found["level"][variant, seed] = values[-1]
             found["area"][variant, seed] = sum(values) / len(values)
-    for run in stored_runs(name):
+    for run in tables.stored_runs(name):
         for measure in ("tokens", "seconds"):
             found[measure][run["variant"], int(run["seed"])] = float(run[measure])
     return found
@@ -61,7 +55,7 @@ def table(name):
     for variant, base in CLAIMS[name].pairs.items():
         cells = [f"`{variant}`", f"`{base}`"]
         for measure in heads:
-            center, half_width = paired_interval(differences(found[measure], variant, base))
+            center, half_width = tables.paired_interval(differences(found[measure], variant, base))
             digits = 1 if measure == "seconds" else 3
             cells.append(f"{center:+.{digits}f} ± {half_width:.{digits}f}")
         for measure in SCORES:
@@ -75,7 +69,7 @@ def table(name):
         "Paired differences, their mean over seeds with its 95 % interval (Student's t), and the standard deviation of "
         "a difference between runs of one seed and, for comparison, of independent seeds (the spreads):",
         "",
-        *markdown(columns, rows),
+        *tables.markdown(columns, rows),
         "",
         f"Pairing leaves {of_end:.2f} of the spread at the end and {of_mean:.2f} of that of the mean, in the median "
         "over the rows. One interval in twenty misses the true difference by chance.",
@@ -88,10 +82,8 @@ def draw(name):
 
 def draw_pairs(name):
     """A panel for each pair, with the curves of all seeds and their means."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
-    runs = curves(name)
+    runs = tables.curves(name)
     levels = measures(name)["level"]
     rows = math.ceil(len(claim.pairs) / 3)
     figure = Figure(figsize=(10, 2.6 * rows), layout="constrained")
@@ -100,9 +92,9 @@ def draw_pairs(name):
     for axes, (variant, base) in zip(figure.axes, claim.pairs.items(), strict=True):
         score = claim.score_of(variant)
         for label in (base, variant):
-            lines = {seed: points(records, score, claim.axis) for seed, records in runs[label].items()}
-            draw_curves(axes, {label: lines}, [base, variant])
-        center, half_width = paired_interval(differences(levels, variant, base))
+            lines = {seed: tables.points(records, score, claim.axis) for seed, records in runs[label].items()}
+            tables.draw_curves(axes, {label: lines}, [base, variant])
+        center, half_width = tables.paired_interval(differences(levels, variant, base))
         axes.set_title(f"at the end {center:+.3f} ± {half_width:.3f}", fontsize=9)
         axes.set_ylabel(score)
         axes.legend(*axes.get_legend_handles_labels(), fontsize=7)
@@ -111,8 +103,6 @@ def draw_pairs(name):
 
 def draw_differences(name):
     """The differences with their intervals; a panel for the end and one for the mean of the curve."""
-    from matplotlib.figure import Figure
-
     claim = CLAIMS[name]
     found = measures(name)
     labels = [f"{variant} - {base.partition('-')[2] or base}" for variant, base in claim.pairs.items()]
@@ -120,7 +110,7 @@ def draw_differences(name):
     for axes, measure in zip(figure.subplots(1, 2, sharey=True), SCORES, strict=True):
         for place, (variant, base) in enumerate(claim.pairs.items()):
             values = differences(found[measure], variant, base)
-            center, half_width = paired_interval(values)
+            center, half_width = tables.paired_interval(values)
             axes.plot(values, [place] * len(values), ".", color="lightgray")
             axes.errorbar(center, place, xerr=half_width, fmt="o", color="C0", capsize=3, markersize=4)
         axes.axvline(0, color="gray", linewidth=1)

@@ -23,19 +23,14 @@ from benchmarks.claims import CLAIMS
 from benchmarks.tables import ROOT, claim_path
 
 
-def environment(seed, variants):
-    """What run.sh reads."""
-    return os.environ | {"SEEDS": str(seed), "VARIANTS": " ".join(variants)}
-
-
-def run_sh(claim):
-    return ["bash", str(claim_path(claim) / "run.sh")]
+def run_sh(claim, seed, variants, dry="", **options):
+    environment = os.environ | {"SEEDS": str(seed), "VARIANTS": " ".join(variants), "DRY": dry}
+    return subprocess.run(["bash", claim_path(claim) / "run.sh"], env=environment, **options)
 
 
 def commands(claim, seed, variants):
     """The lines that run.sh prints for a seed, a command each."""
-    dry = environment(seed, variants) | {"DRY": "1"}
-    return subprocess.run(run_sh(claim), env=dry, check=True, capture_output=True, text=True).stdout.splitlines()
+    return run_sh(claim, seed, variants, dry="1", check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def run_dirs_of(command):
@@ -55,7 +50,7 @@ def run_seed(claim, seed, variants):
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}: {len(commands(claim, seed, variants))} commands, see {log}", flush=True)
     with open(log, "a") as file:
-        done = subprocess.run(run_sh(claim), env=environment(seed, variants), stdout=file, stderr=file)
+        done = run_sh(claim, seed, variants, stdout=file, stderr=file)
     said = "is complete" if done.returncode == 0 else f"was stopped or has failed, see {log}"
     print(f"seed {seed} {said}", flush=True)
     return done.returncode == 0

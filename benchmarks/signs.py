@@ -51,7 +51,6 @@ def first_iteration(variant, seed, micro_batch_size, folder):
 
 
 def measure(variant, seed, micro_batch_size):
-    """A row of signs.csv."""
     with tempfile.TemporaryDirectory() as folder:
         words = first_iteration(variant, seed, micro_batch_size, f"{folder}/run")
         print(shlex.join(words), flush=True)

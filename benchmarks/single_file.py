@@ -32,8 +32,6 @@ HEADER = """# {script} with what it uses of common/, in one file. Made by
 
 @dataclass
 class Source:
-    """A file taken apart."""
-
     name: str  # common/cli.py
     docstring: str = ""  # as it stands there, with its quotes
     parts: list = field(default_factory=list)  # the statements at its top, without imports
@@ -76,10 +74,6 @@ def take_apart(name):
     return source
 
 
-def is_shared_import(node):
-    return isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "common"
-
-
 def without_shared_imports(name, text):
     """({name: file of common/}, the text without its imports from there, which may stand within functions)."""
     shared = {}
@@ -89,16 +83,17 @@ def without_shared_imports(name, text):
     starts = [sum(map(len, lines[:number])) for number in range(len(lines) + 1)]
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        if not is_shared_import(node):
+        if not isinstance(node, ast.ImportFrom) or node.module.partition(".")[0] != "common":
             continue
         edits.append((starts[node.lineno - 1], starts[node.end_lineno]))
+        folder = node.module.replace(".", "/")
         for alias in node.names:
-            if node.module == "common":
-                modules[alias.asname or alias.name] = f"common/{alias.name}.py"
+            if (ROOT / f"{folder}/{alias.name}.py").exists():
+                modules[alias.asname or alias.name] = f"{folder}/{alias.name}.py"
             elif alias.asname not in (None, alias.name):
                 raise SystemExit(f"error: {name} imports {alias.name} as {alias.asname}: it needs one name")
             else:
-                shared[alias.name] = f"{node.module.replace('.', '/')}.py"
+                shared[alias.name] = f"{folder}.py"
     variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):  # checkpoint.export becomes export
@@ -199,7 +194,6 @@ class Collection:
 
 
 def single_file(script, target, command):
-    """The text of the file."""
     collection = Collection(script)
     source = collection.script
     own = [part for part in source.parts if part in collection.kept[script]]

@@ -18,9 +18,6 @@ T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of training"}
 
 
-# ---- Files ----------------------------------------------------------------------------------------------------------
-
-
 def read_csv(path):
     """The rows of a file, a mapping each."""
     with open(path) as file:
@@ -35,7 +32,6 @@ def write_csv(file, columns, rows):
 
 
 def read_jsonl(path):
-    """The records of a file, a mapping each."""
     with open(path) as file:
         return [json.loads(line) for line in file]
 
@@ -46,9 +42,6 @@ def by_step(records):
     for record in records:
         joined.setdefault(record["step"], {}).update(record)
     return [*joined.values()]
-
-
-# ---- Stored runs ----------------------------------------------------------------------------------------------------
 
 
 def claim_path(name):
@@ -93,9 +86,6 @@ def write_curves(file, kind, runs):
     write_csv(file, list(columns), rows)
 
 
-# ---- Numbers of curves ----------------------------------------------------------------------------------------------
-
-
 def points(records, key, axis="step"):
     """[(step, value)] of a metric in a curve, or with another axis."""
     return [(record.get(axis, 0), record[key]) for record in records if record.get(key) is not None]
@@ -125,6 +115,12 @@ def average(values):
     return text
 
 
+def ends(histories):
+    """Cells: the first, the last and the best of some histories."""
+    found = [[values[0] for values in histories], [values[-1] for values in histories], [*map(max, histories)]]
+    return [average(values) for values in found]
+
+
 def paired_interval(differences):
     """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
     if len(differences) < 2:
@@ -140,11 +136,7 @@ def interval(values):
     return low, high
 
 
-# ---- Tables and figures ---------------------------------------------------------------------------------------------
-
-
 def markdown(heads, rows):
-    """A table as Markdown lines."""
     dashes = ["---"] * len(heads)
     return ["| " + " | ".join(cells) + " |" for cells in [heads, dashes, *rows]]
 

@@ -46,13 +46,6 @@ class Launch(graphs.Graph):
         device.counts["kernels"]["graph"] += 1
 
 
-def use_graphs():
-    """From now on passes on the pretended device become graphs."""
-    sampling.GRAPHS = (device.DEVICE.type,)
-    decoding.capture = Launch
-    decoding.never_waits = graphs.never_waits
-
-
 def update(lm, queries):
     """A micro-batch of grpo.py with a KL, as its loop has it."""
     ids = torch.randint(1, 101, (ROWS, 29)).tolist()
@@ -62,7 +55,7 @@ def update(lm, queries):
     batch.ref_logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
     batch.advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
     lines = [[example] for example in batch.examples]
-    counts = {"steps": 1, "sequences": ROWS, "tokens": ROWS * 29}
+    counts = {"steps": 1, "sequences": ROWS, "tokens": ROWS * 29, "with an advantage": ROWS * 29}
     args = grpo.Args(model="", dataset="", reward="", max_new_tokens=29)
 
     def micro_batch():
@@ -89,7 +82,9 @@ def main():
     row.append(f"{moved / ROWS / 1e6:.2f}")
     trained = update(lm.train(), queries)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
-    use_graphs()
+    sampling.GRAPHS = (device.DEVICE.type,)
+    decoding.capture = Launch
+    decoding.never_waits = graphs.never_waits
     total = counted(sampling.sample, lm.eval(), padding, queries, uniforms, [TOKENS] * ROWS)
     row += [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
     commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True)

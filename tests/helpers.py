@@ -155,25 +155,16 @@ def same_run(a, b, weight_tolerance=1e-9, what=""):
 
 def rolled(monkeypatch, script):
     """Like `recorded`, of a script's rollouts: (arguments, batch) of every call."""
-    calls = recorded(monkeypatch, script, "rollout")
-    function = script.rollout
-
-    def recording(*args, **options):
-        result = function(*args, **options)
-        calls[-1] = (args, result[0])
-        return result
-
-    monkeypatch.setattr(script, "rollout", recording)
-    return calls
+    return recorded(monkeypatch, script, "rollout", lambda result: result[0])
 
 
-def recorded(monkeypatch, module, name):
+def recorded(monkeypatch, module, name, kept=lambda result: result):
     """Replaces a function by one that keeps (arguments, result) of every call in the returned list."""
     calls, function = [], getattr(module, name)
 
     def recording(*args, **options):
         result = function(*args, **options)
-        calls.append((args, result))
+        calls.append((args, kept(result)))
         return result
 
     monkeypatch.setattr(module, name, recording)

@@ -1,48 +1,36 @@
 """Random mutants: which small changes of the code does the default `pytest` not see?
 
-    pip install coverage
-    python tests/mutants.py cover   # which test runs which line, and how long it takes: one run of all tests
-    python tests/mutants.py run     # plants each mutant, and runs the tests of its line up to the first failure
+    python tests/mutants.py --jobs 2     # plants each mutant in a copy, and runs the tests up to the first failure
 
-A fixed sample: PER_FILE of every file of algos/ and common/, drawn by its name. Tests that run few lines in little time
-come first; after --limit seconds the mutant counts as not killed. mutants.csv keeps what was found; `run` goes on.
+A fixed sample: PER_FILE of every file of algos/ and common/, drawn by its name. After --limit seconds the mutant counts
+as not killed. mutants.csv keeps what was found; the same command goes on. Its column `tests` is of an older tool.
 """
 
 import argparse
 import ast
 import copy
-import csv
-import importlib
-import json
-import math
-import os
 import random
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.planted.planted import ROOT, copy_repository
+from benchmarks.planted.planted import first_failure, stored_tests
+from benchmarks.tables import ROOT, read_csv, write_csv
 
 PER_FILE = 7
 COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds", "tests"]
-FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/*.py") if p.stat().st_size)
+FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/**/*.py") if p.stat().st_size)
 RESULTS = ROOT / "tests/mutants.csv"
-COVERED = Path(tempfile.gettempdir()) / "plainrl-mutants.json"
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-
-
-# ---- Mutants ---------------------------------------------------------------------------------------------------------
 
 
 def mutated(node):
@@ -97,215 +85,48 @@ def mutants(path):
     return sorted(found.values())
 
 
-# ---- Coverage --------------------------------------------------------------------------------------------------------
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """As a plugin of the tests of a mutant: those of the files that take longest come last."""
+    from conftest import FIRST
+
+    items.sort(key=lambda item: item.path.stem in FIRST)
 
 
-def pytest_configure(config):
-    """As a plugin of `cover`."""
-    config.pluginmanager.register(Cover(os.environ["MUTANTS"]))
-
-
-class Cover:
-    """Contexts of coverage are the tests' names, in the processes that they start, too."""
-
-    def __init__(self, folder):
-        import coverage
-        import harness
-
-        self.folder = folder
-        self.test = ""
-        self.seconds = {}
-        sources = [f"{os.getcwd()}/algos", f"{os.getcwd()}/common"]
-        options = {"data_file": f"{folder}/data", "data_suffix": True, "source": sources}
-        self.measured = coverage.Coverage(**options)
-        self.measured.start()
-        begin = f'import coverage\n    c = coverage.Coverage(**{options}, context=job["env"]["TEST"])\n    c.start()\n'
-        code = harness.SERVER.replace("    try:\n", f"    {begin}    try:\n", 1)
-        harness.SERVER = code.replace("sys.stdout.flush()", "c.stop(); c.save(); sys.stdout.flush()")
-        environment = harness.environment
-
-        def with_name(work, **more):
-            return environment(work, TEST=self.test, **more)
-
-        harness.environment = with_name
-
-    def pytest_runtest_logstart(self, nodeid):
-        self.test = nodeid
-        self.measured.switch_context(nodeid)
-
-    def pytest_runtest_logreport(self, report):
-        seconds = math.inf if report.failed else report.duration  # what fails without a mutant tells nothing
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + seconds
-
-    def pytest_unconfigure(self):
-        self.measured.stop()
-        self.measured.save()
-        Path(self.folder, f"seconds-{os.getpid()}.json").write_text(json.dumps(self.seconds))
-
-
-def cover():
-    """Writes COVERED: {"lines": {file: {line: [test]}}, "seconds": {test: seconds}}, lines of the files as they are."""
-    import coverage
-
-    folder = Path(tempfile.mkdtemp())
-    code = folder / "code"
-    copy_repository(code)
-    environment = os.environ | {"MUTANTS": str(folder), "PYTHONPATH": f"{code}/tests"}
-    subprocess.run([sys.executable, "-B", "-m", "pytest", "-p", "mutants"], cwd=code, env=environment)
-    measured = coverage.Coverage(str(folder / "data"))
-    measured.combine([str(folder)])
-    seconds = {}
-    for path in folder.glob("seconds-*.json"):
-        for test, value in json.loads(path.read_text()).items():
-            seconds[test] = max(value, seconds.get(test, 0))
-    passed = {test for test, value in seconds.items() if value < math.inf}
-    lines = {}
-    data = measured.get_data()
-    for path in data.measured_files():
-        contexts = data.contexts_by_lineno(path)
-        every = set().union(*contexts.values())
-        found = {}
-        for line, tests in contexts.items():
-            run_here = every if "" in tests else set(tests)  # "": at the import
-            found[line] = sorted(run_here & passed)
-        lines[str(Path(path).relative_to(code))] = found
-    COVERED.write_text(json.dumps({"lines": lines, "seconds": {test: seconds[test] for test in passed}}))
-
-
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
-class Chosen:
-    """A plugin: these tests in this order alone; the first that fails is written into a file."""
-
-    def __init__(self, tests, path):
-        self.tests = tests
-        self.path = path
-
-    def pytest_collection_modifyitems(self, items):
-        places = {test: place for place, test in enumerate(self.tests)}
-        chosen = [item for item in items if item.nodeid in places]
-        items[:] = sorted(chosen, key=lambda item: places[item.nodeid])
-
-    pytest_collection_modifyitems.trylast = True
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.path.write_text(report.nodeid)
-
-    pytest_collectreport = pytest_runtest_logreport
-
-
-def tests_of(name, line, covered):
-    """The tests that run a line, those first that run few lines in little time."""
-    tests = covered["lines"].get(name, {}).get(str(line), [])
-    cost = {test: covered["seconds"][test] * covered["sizes"][test] for test in tests}
-    return sorted(tests, key=cost.get)
-
-
-def try_mutant(path, mutant, tests, limit):
-    """Its row of mutants.csv. The tests run in a fork of this process, which has imported the libraries."""
+def try_mutant(path, mutant, limit):
+    """Its row of mutants.csv."""
     line, before, after, changed = mutant
-    row = dict(zip(COLUMNS, [str(path.relative_to(ROOT)), line, before, after, "no", "", 0, len(tests)], strict=True))
-    if not tests:
-        return row
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder, "code")
-        failed = Path(folder, "failed")
-        copy_repository(code)
-        (code / row["file"]).write_text(changed)
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os.chdir(code)
-            sys.path[0] = str(code)
-            sys.stdout = sys.stderr = open(os.devnull, "w")
-            import pytest
-
-            files = sorted({test.partition("::")[0] for test in tests})
-            options = "-p no:xdist -p no:cacheprovider -o addopts= -x -q --tb=no".split()
-            os._exit(int(pytest.main([*options, "-m", "not slow", *files], plugins=[Chosen(tests, failed)])))
-        done = 0
-        while not done and time.monotonic() - start < limit:
-            time.sleep(0.2)
-            done, status = os.waitpid(child, os.WNOHANG)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        row["seconds"] = round(time.monotonic() - start)
-        if not done:
-            os.waitpid(child, 0)
-            row["killed"] = "no, in the time"
-        elif status:
-            row["killed"] = "yes"
-            row["test"] = failed.read_text() if failed.exists() else "the process ended"
-    return row
-
-
-def table():
-    """{(file, line, before, after): row} of mutants.csv."""
-    if not RESULTS.exists():
-        return {}
-    with open(RESULTS, newline="") as file:
-        return {tuple(row[name] for name in COLUMNS[:4]): row for row in csv.DictReader(file)}
-
-
-def run(limit, jobs):
-    """Tries the mutants that mutants.csv does not have, or whose killer is no more; each row is written at once."""
-    covered = json.loads(COVERED.read_text())
-    covered["sizes"] = dict.fromkeys(covered["seconds"], 1)
-    for lines in covered["lines"].values():
-        for tests in lines.values():
-            for test in tests:
-                covered["sizes"][test] += 1
-    for library in "accelerate.tracking datasets diffusers matplotlib.figure peft pytest torch tyro".split():
-        importlib.import_module(library)
-    transformers = importlib.import_module("transformers")
-    for name in "GPT2ForSequenceClassification GPT2LMHeadModel PreTrainedTokenizerFast".split():
-        getattr(transformers, name)
-    sys.dont_write_bytecode = True
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sample = []
-    for path in FILES:
-        sample += [(path, mutant) for mutant in mutants(path)]
-    keys = [(str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]) for path, mutant in sample]
-    known = {key: row for key, row in table().items() if key in keys}
-    gone = [key for key, row in known.items() if row["test"] and row["test"] not in covered["seconds"]]
-    waiting = [i for i, key in enumerate(keys) if key not in known or key in gone]
-    print(f"{len(waiting)} of {len(keys)} mutants to plant", flush=True)
-    write([known[key] for key in keys if key in known and key not in gone])
-    for part in range(jobs):
-        if os.fork() == 0:
-            for i in waiting[part::jobs]:
-                path, mutant = sample[i]
-                row = try_mutant(path, mutant, tests_of(keys[i][0], mutant[0], covered), limit)
-                with open(RESULTS, "a", newline="") as file:
-                    csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-                print(*row.values(), sep=" | ", flush=True)
-            os._exit(0)
-    for _ in range(jobs):
-        os.wait()
-    known = table()
-    write([known[key] for key in keys])
-
-
-def write(rows):
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    name = str(path.relative_to(ROOT))
+    launcher = ["env", "PYTHONPATH=tests", "timeout", str(limit)]
+    status, test, seconds = first_failure(name, changed, ["tests"], "-p", "mutants", launcher=launcher)
+    killed = {0: "no", 124: "no, in the time"}.get(status, "yes")
+    if killed != "yes":
+        test = ""
+    return dict(zip(COLUMNS, [name, line, before, after, killed, test, seconds, ""], strict=True))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cover", "run"])
-    parser.add_argument("--limit", type=float, default=300, help="seconds of tests for a mutant")
+    parser.add_argument("--limit", type=float, default=1200, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     args = parser.parse_args()
-    if args.what == "cover":
-        cover()
-    else:
-        run(args.limit, args.jobs)
+    sample = {}  # key: the mutant
+    for path in FILES:
+        for mutant in mutants(path):
+            sample[str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]] = path, mutant
+    rows = read_csv(RESULTS) if RESULTS.exists() else []
+    known = {tuple(row[name] for name in COLUMNS[:4]): row for row in rows}
+    tests = stored_tests()
+    kept = [key for key in sample if key in known and known[key]["test"].partition("[")[0] in tests | {""}]
+    known = {key: known[key] for key in kept}
+    waiting = [key for key in sample if key not in known]
+    print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        tried = pool.map(lambda key: try_mutant(*sample[key], args.limit), waiting)
+        for key, row in zip(waiting, tried, strict=True):
+            known[key] = row
+            write_csv(RESULTS, COLUMNS, [known[key] for key in sample if key in known])
+            print(*row.values(), sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

@@ -418,7 +418,8 @@ def test_an_export_and_its_card(build_pipeline, tmp_path):
 
 
 def test_grid(tmp_path):
-    """Eight a row, at most 96, in the order of the images; each pixel is a square, prompt and reward stand below."""
+    """Eight a row, at most 96, in the order of the images; each pixel is a square, prompt and reward stand below. Large
+    images are made smaller."""
     draws = np.random.default_rng(0).integers(0, 256, (99, 3, 5, 11), dtype=np.uint8)
     height = 55 + 2 * ddpo.TEXT_HEIGHT
     for count, rows in ((9, 2), (99, 12)):
@@ -433,9 +434,6 @@ def test_grid(tmp_path):
                 assert tile[55 : 55 + ddpo.TEXT_HEIGHT].min() < 100 and tile[-ddpo.TEXT_HEIGHT :].min() < 100
             else:
                 assert (tile == 255).all()
-
-
-def test_grid_of_large_images(tmp_path):
     ddpo.grid(torch.zeros(2, 3, 384, 192).byte(), ["", ""], [0.0, 1.0], tmp_path / "grid.png")
     assert Image.open(tmp_path / "grid.png").size == (8 * 128, 256 + 2 * ddpo.TEXT_HEIGHT)
 

@@ -124,7 +124,7 @@ def test_waits_of_decoding(scripts, work, tmp_path):
     assert sum(counts["copies"].values()) <= 5 + 2 * 2, counts["copies"]
 
 
-NEW = "right token update kernels peers"
+NEW = "right token update"
 
 
 @pytest.mark.parametrize("parts", [NEW, pytest.param("traces again steps", marks=pytest.mark.slow)])
@@ -134,5 +134,5 @@ def test_the_page_of_a_gpu(parts, tmp_path):
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     page = (tmp_path / "page.md").read_text()
     assert done.returncode == 0 and page.startswith("# no GPU\n") and "Error" not in page
-    assert page.count("\n| ") == {NEW: 4 + 6 + 4 + 4 + 4, "traces again steps": 2 + 2 + 2 + 1 + 2 + 4}[parts]
+    assert page.count("\n| ") == {NEW: 4 + 6 + 4, "traces again steps": 2 + 2 + 2 + 1 + 2 + 4}[parts]
     assert "**no**" not in page

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from statistics import stdev
 
 import pytest
@@ -33,8 +32,7 @@ def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
         return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
 
     found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
-    for module in (check, tables):
-        monkeypatch.setattr(module, "curves", lambda name: found)
+    monkeypatch.setattr(tables, "curves", lambda name: found)
     lines = check.rounding("sft-randomwalks")
     assert lines[3] == "- `default`: last `eval/optimality`, 0.0250 and 0.0707, 2 seeds"
     assert lines[4] == "- `default`: last `eval/illegal`, 0.0000 and 0.0000, 2 seeds" and len(lines) == 5
@@ -73,8 +71,7 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
     """One in place of a stored seed and one beside it; a run without an evaluation has no curve."""
     for name in ("curves.csv", "runs.csv"):
         (tmp_path / name).write_text((tables.claim_path("sft-randomwalks") / name).read_text())
-    for module in (check, tables):
-        monkeypatch.setattr(module, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     before = tables.curves("sft-randomwalks")["default"]
     folders = [fake_run(tmp_path / name, [0.1, 0.123456789], seconds=7) for name in ("default-seed2", "default-seed11")]
     folders.append(fake_run(tmp_path / "other-seed1", [None], seconds=7))
@@ -89,7 +86,7 @@ def test_collected_runs_take_their_place(tmp_path, monkeypatch):
 
 def test_samples_of_a_claim(tmp_path, monkeypatch):
     """Of the first and the last step, of ilql with the largest beta; a variant's rows replace those before."""
-    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     name = next(name for name, claim in CLAIMS.items() if claim.samples)
     run = fake_run(tmp_path / "ilql-seed1", [0.1, 0.2], seconds=7)
     chat = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
@@ -117,7 +114,7 @@ def test_signs_by_hand(tmp_path, monkeypatch):
     rows = ["a,1,16,3,2,4", "a,2,16,4,1,9", "a,1,32,8,3,6"]
     heads = "variant,seed,micro_batch_size,nll,entropy,grad_norm"
     (tmp_path / "signs.csv").write_text("\n".join([heads, *rows]))
-    monkeypatch.setattr(check, "claim_path", lambda name: tmp_path)
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
     assert check.signs()[-1] == "| `a` | 2.0000 | +2.0000 ± 1.0000 | 5e-01 |"
 
 
@@ -134,8 +131,8 @@ def test_variants_are_compared_seed_by_seed(monkeypatch):
             first = 1 if who == base else 0
             found[who][seed] = [{"step": 0, "eval/accuracy": first}, {"step": 5, "eval/accuracy": end}]
             runs.append({"variant": who, "seed": str(seed), "tokens": "0.5", "seconds": str(end)})
-    monkeypatch.setattr(paired, "curves", lambda name: found)
-    monkeypatch.setattr(paired, "stored_runs", lambda name: runs)
+    monkeypatch.setattr(tables, "curves", lambda name: found)
+    monkeypatch.setattr(tables, "stored_runs", lambda name: runs)
     values = paired.measures(name)
     assert paired.differences(values["level"], variant, base) == [1, 2, 3]
     assert paired.differences(values["area"], variant, base) == [0, 0.5, 1]
@@ -168,29 +165,19 @@ def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
     assert regression.equal_records(old, old) == 4
 
 
-def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
-    """Of this folder beside itself. A run that is too short is an error."""
-    monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
-    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
-    regression.store_first("sft-randomwalks", "default", [ROOT, ROOT], 2)
-    ours, sums = tables.read_csv(tmp_path / "same.csv")
-    assert (ours["variant"], ours["records"], ours["difference"]) == ("default", "2", "0.0e+00")
-    assert sums["variant"] == "ppo"
-    with pytest.raises(SystemExit, match="0 records of true"):
-        regression.first_records(ROOT, "true", 2, tmp_path / "run")
-
-
 FAKE = """
 import pathlib, sys
 start, *_, run = map(pathlib.Path, sys.argv[1:])
 run.mkdir(parents=True)
+(run / "words").write_text(" ".join(sys.argv[2:-1]))
 first = '{"step": 0, "loss": 0.5}\\n' if start.name == "none" else (start / "metrics.jsonl").read_text()
 (run / "metrics.jsonl").write_text(first)
 """
 
 
-def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeypatch):
-    """Both commits start from what the newer one has made, and each plants the bug of a variant in itself."""
+def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
+    """Both start from what the newer one has made, in float64, and each plants the bug of a variant in itself. A run
+    that is too short is an error."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
         (folder / "planted").mkdir(parents=True)
@@ -201,18 +188,24 @@ def test_the_first_steps_of_a_variant_that_starts_from_another(tmp_path, monkeyp
     started += [f"python fake.py {base} {copy}/ --run-dir {run}"]
     monkeypatch.setattr(regression, "commands", lambda *_: started)
     monkeypatch.setattr(regression, "SAME", tmp_path / "same.csv")
-    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\n")
+    (tmp_path / "same.csv").write_text("claim,variant,old,new,records,difference,metric\nsums,ppo,a,b,3,0,x\n")
     regression.store_first("x", "default", folders, 1)
-    [row] = tables.read_csv(tmp_path / "same.csv")
-    assert (row["old"], row["new"], row["difference"]) == ("old", "new", "0.0e+00")
+    other, row = tables.read_csv(tmp_path / "same.csv")
+    assert (row["old"], row["new"], row["records"], row["difference"]) == ("old", "new", "1", "0.0e+00")
+    assert other["variant"] == "ppo"
+    command = "python fake.py none --eval-every 5 --lr 1 --run-dir old"
+    regression.first_records(folders[0], command, 1, tmp_path / "r")
+    flags = "--lr 1 --dtype float64 --mixed-precision no --eval-every 0 --save-every 0 --run-dir"
+    assert (tmp_path / "r/words").read_text() == flags
+    with pytest.raises(SystemExit, match="0 records of true"):
+        regression.first_records(ROOT, "true", 2, tmp_path / "none")
     assert (folders[1] / base).exists() and not (folders[0] / base).exists()
     assert (folders[1] / copy).exists() and (folders[0] / copy).exists()
 
 
 def test_an_unknown_commit_is_named():
-    command = [sys.executable, "benchmarks/regression.py", "no-such-commit", "HEAD", "sft-randomwalks"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: no commit no-such-commit\n")
+    with pytest.raises(SystemExit, match="^error: no commit no-such-commit$"):
+        regression.checkout("no-such-commit")
 
 
 def test_only_changed_code_makes_a_run_dirty():
@@ -236,9 +229,6 @@ def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
     found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
     made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
     assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in expected]
-
-
-def test_a_comparison_plants_the_bug_of_a_pitfall():
     *_, planting, run = regression.needed(seeds.commands("pitfalls", 2, []), "runs/curves/pitfalls/drifting-seed2")
     copy = planting.split()[-1]
     assert " --bugs 22 " in planting and run.startswith(f"python {copy}/algos/grpo.py ")

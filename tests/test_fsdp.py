@@ -198,10 +198,12 @@ def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
-def test_rollouts_of_the_user(gpt2_dir, tmp_path, sharded):
-    """Every process calls the function of its rows (test_rollouts.py has what it does)."""
+def test_rollouts_of_the_user_and_another_reference(gpt2_dir, tiny_dirs, tmp_path, sharded):
+    """Every process calls the function of its rows (test_rollouts.py has what it does). The blocks of a reference of
+    another architecture are sharded, too."""
     spec = str(ROOT / "tests/test_rollouts.py:tool")
     cases = [("ppo", {"rollout": spec}), ("grpo", {"rollout": spec, "lora_r": 3, "max_new_tokens": 9})]
+    cases.append(("ppo", {"ref_model": tiny_dirs["llama"], "lr": 0.01}))
     compare(tmp_path, gpt2_dir, cases, sharded)
     assert any("[eq]" in row["output"] for row in samples(tmp_path / "two-0"))
 
@@ -214,12 +216,6 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
     for found in seen:
         assert 0 < min(found["reduces"])
         assert max(found["reduces"]) <= 2 * found["groups"]
-
-
-@pytest.mark.slow
-def test_a_reference_of_another_architecture(tiny_dirs, tmp_path):
-    """Its blocks are sharded, too."""
-    compare(tmp_path, tiny_dirs["gpt2"], [("ppo", {"ref_model": tiny_dirs["llama"], "lr": 0.01})])
 
 
 @pytest.mark.case(91, "ppo dpo")

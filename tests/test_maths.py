@@ -16,7 +16,6 @@ from algos import ppo, sft
 from common import seeding
 from common.cli import OptimizerArgs
 from common.sampling import Responses
-from common.scoring import split_lines
 
 B, R, V = 5, 7, 11
 
@@ -174,27 +173,6 @@ def test_episodes_by_hand():
     two_lines = [[batch.examples[2]], [batch.examples[1], batch.examples[0]]]
     assert batch.places(two_lines).tolist() == [3, 4, 5, 2, 0, 1]
     assert batch.places([[(None, None, [])]]).tolist() == []
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_processes_share_lines_of_similar_lengths(processes):
-    """Every example once, the same number of lines in each process; a line more has no label. A micro-batch has no more
-    tokens, with padding, than two of the longest, 26; after 13, a line of less than 3/4 of its longest begins another.
-    """
-    examples = [([0] * length, [-100] * length, [length]) for length in (5, 2, 11, 3, 7, 13, 4)]
-    split = []
-    for process in range(processes):
-        accelerator = SimpleNamespace(num_processes=processes, process_index=process)
-        split.append(split_lines(accelerator, examples, batch_size=2))
-    lines = [[line for part in parts for line in part] for parts in split]
-    assert {len(part) for part in lines} == {-(-7 // processes)}
-    places = [place for part in lines for [(_, _, found)] in part for place in found]
-    assert sorted(places) == [2, 3, 4, 5, 7, 11, 13]
-    without_label = [ids for part in lines for [(ids, _, found)] in part if not found]
-    assert without_label == [[0, 0]] * (-7 % processes)
-    first = [[len(ids) for [(ids, _, _)] in part] for part in split[0]]
-    assert first == {1: [[13, 11], [7, 5], [4, 3, 2]], 2: [[13], [7, 4], [2]], 3: [[13], [5, 2]]}[processes]
-    assert len({tuple(map(len, part)) for part in split}) == 1
 
 
 # ---- Learning rate ---------------------------------------------------------------------------------------------------

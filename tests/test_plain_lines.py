@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [
     *(ROOT / f"algos/{name}.py" for name in ("ppo", "grpo", "ilql", "sft", "reward", "dpo", "ddpo")),
-    *sorted((ROOT / "common").glob("[a-z]*.py")),
+    *sorted((ROOT / "common").rglob("[a-z]*.py")),
     *sorted((ROOT / "benchmarks/tasks").glob("*.py")),
     *(ROOT / f"benchmarks/{name}.py" for name in ("check", "claims", "compare", "regression", "seeds", "single_file")),
 ]

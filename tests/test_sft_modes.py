@@ -44,22 +44,27 @@ def test_collate_counts_positions_in_each_row():
     assert labels.tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
 
 
-@pytest.mark.parametrize(("packing", "processes"), [(True, 1), (True, 2), (True, 5), (False, 5)])
-def test_every_process_has_equally_many_micro_batches(packing, processes):
-    """Else FSDP, which gathers the weights in each forward pass, would wait forever. What fills up has no labels."""
-    lengths = [3, 11, 5, 7, 3, 2, 7, 9, 2, 5, 4]
-    batch = [([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate(lengths)]
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("packing", [True, False])
+def test_processes_share_lines_of_similar_lengths(packing, processes):
+    """Every row once, equally many micro-batches in each process: else FSDP, which gathers the weights in each forward
+    pass, would wait forever. What fills up has no label. A micro-batch has no more tokens, with padding, than two of
+    the longest, 26; after 13, a line of less than 3/4 of its longest begins another."""
+    batch = [
+        ([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate([5, 2, 11, 3, 7, 13, 4])
+    ]
     parts = []
     for process in range(processes):
         accelerator = SimpleNamespace(process_index=process, num_processes=processes)
         parts.append(split_lines(accelerator, batch, 2, packing))
-    assert len({len(part) for part in parts}) == 1
+    assert len({tuple(map(len, part)) for part in parts}) == 1
     micro_batches = [*itertools.chain(*parts)]
-    assert all(len(lines) * max(map(line_length, lines)) <= 2 * 11 for lines in micro_batches)
+    assert all(len(lines) * max(map(line_length, lines)) <= 2 * 13 for lines in micro_batches)
     lines = [*itertools.chain(*micro_batches)]
-    assert len(lines) % processes == 0
     labelled = [example for example in itertools.chain(*lines) if set(example[1]) != {-100}]
     assert sorted(labelled) == batch
-    assert max(map(line_length, lines)) == 11
-    needed = 6 if packing else 11  # lines of at most 11 tokens, of 58
-    assert len(lines) < needed + processes
+    num_lines = 4 if packing else 7  # of 45 tokens, at most 13 each
+    assert len(lines) == processes * -(-num_lines // processes)
+    first = [[*map(line_length, lines)] for lines in parts[0]]
+    if not packing and processes < 5:
+        assert first == {1: [[13, 11], [7, 5], [4, 3, 2]], 2: [[13], [7, 4], [2]], 3: [[13], [5, 2]]}[processes]

@@ -1,4 +1,4 @@
-"""What benchmarks/single_file.py writes, and size.py counts: `python -m pytest tests/test_single_file.py`"""
+"""What benchmarks/single_file.py writes: `python -m pytest tests/test_single_file.py`"""
 
 import ast
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from harness import ALGOS, ROOT, flags
 
-from benchmarks import single_file, size
+from benchmarks import single_file
 
 WITHOUT_COMMON = "import sys; sys.modules['common'] = None"  # an import of it is an error
 
@@ -29,9 +29,8 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("algo", ["sft", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS if x != "sft")])
 def test_the_file_gives_the_same_metrics(algo, alone, scripts, work, whole, tmp_path):
     folder = whole(algo)[0]
-    scripts.run([alone(algo), *flags(work, algo)], tmp_path, patch=WITHOUT_COMMON)
-    [run] = tmp_path.glob(f"runs/my_{algo}-*")
-    assert (run / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
+    scripts.run([alone(algo), *flags(work, algo), "--run-dir", "run"], tmp_path, patch=WITHOUT_COMMON)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize("algo", ALGOS)
@@ -74,15 +73,3 @@ def test_names_that_are_mistyped(tmp_path):
             single_file.main(name, target)
         assert str(told.value).startswith("error: ") and says in str(told.value)
     assert (tmp_path / "my_x.py").read_text() == "mine"
-
-
-def test_what_is_counted(tmp_path):
-    """Without the empty file, and with the import within a function."""
-    for folder in ("common", "algos"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "common/__init__.py").write_text("")
-    (tmp_path / "common/a.py").write_text("one = 1\n\ntwo = 2\n")
-    script = tmp_path / "algos/x.py"
-    script.write_text("import math\nfrom common.a import one, two\n\ndef f():\n    from common.b import three\n")
-    assert size.folders(tmp_path)[2:4] == ["| common/ | 1 | 3 |", "| algos/ | 1 | 5 |"]
-    assert size.taken(script) == ({"one", "two", "three"}, {"common.a", "common.b"})

@@ -3,7 +3,6 @@
 import itertools
 import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
@@ -278,11 +277,9 @@ def test_tokenizer_and_lengths(level):
         assert len(row["prompt"]) + arithmetic.MAX_NEW_TOKENS[level] <= arithmetic.CONTEXT
 
 
-def test_right_samples_become_rows(tmp_path, monkeypatch):
+def test_right_samples_become_rows(tmp_path):
     path = tmp_path / "right.jsonl"
-    words = f"{arithmetic.base_model()} {path} --problems 16 --samples 4 --threads 1"
-    monkeypatch.setattr(sys, "argv", ["arithmetic.py", *words.split()])
-    arithmetic.main()
+    arithmetic.sample_right(arithmetic.base_model(), str(path), problems=16, samples=4, threads=1)
     rows = lines(path)
     assert 0 < len(rows) <= 64 and len({(row["prompt"], row["completion"]) for row in rows}) == len(rows)
     train = {row["prompt"] for row in arithmetic.prompts()}

@@ -13,7 +13,6 @@ A bug that was caught, and whose text, script and names of tests are those of it
 
 import argparse
 import ast
-import csv
 import hashlib
 import re
 import shutil
@@ -25,16 +24,16 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.tables import ROOT, markdown, read_csv, write_csv
+
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.csv"
 COLUMNS = ["number", "script", "bug", "caught", "by", "test", "seconds", "digest"]
 BY = "pytest"  # the default run
 PYTEST = "-B -m pytest -p no:xdist -p no:cacheprovider -o addopts= -x -q -rfE --tb=line".split()
 OUTCOMES = {0: "no", 1: "yes"}  # by the exit status of pytest
-
-
-# ---- Bugs ------------------------------------------------------------------------------------------------------------
 
 
 def bugs():
@@ -64,9 +63,6 @@ def digest(bug):
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
 def copy_repository(folder):
     """The files of the working tree that git does not ignore."""
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True)
@@ -76,43 +72,45 @@ def copy_repository(folder):
             shutil.copy2(ROOT / name, folder / name)
 
 
-def try_bug(bug):
-    """The row of results.csv: pytest runs up to the first failure."""
+def first_failure(script, text, tests, *options, launcher=()):
+    """(exit status, first test that fails, seconds) of pytest in a copy of the repository with this text of a script.
+    options: of pytest; launcher: words before the command."""
     with tempfile.TemporaryDirectory() as folder:
         copy_repository(Path(folder))
-        Path(folder, bug["script"]).write_text(planted(bug))
-        command = [sys.executable, *PYTEST, "-m", "not slow", *bug["tests"]]
+        Path(folder, script).write_text(text)
+        command = [*launcher, sys.executable, *PYTEST, "-m", "not slow", *options, *tests]
         start = time.monotonic()
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        seconds = time.monotonic() - start
-    test = ""
-    if done.returncode:
-        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        test = failed[1] if failed else done.stdout[-300:]
+        seconds = f"{time.monotonic() - start:.0f}"
+    if not done.returncode:
+        return 0, "", seconds
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else done.stdout[-300:], seconds
+
+
+def try_bug(bug):
+    """The row of results.csv."""
+    status, test, seconds = first_failure(bug["script"], planted(bug), bug["tests"])
     return {
         "number": bug["number"],
         "script": bug["script"],
         "bug": bug["name"],
-        "caught": OUTCOMES.get(done.returncode, f"pytest ended with {done.returncode}"),
+        "caught": OUTCOMES.get(status, f"pytest ended with {status}"),
         "by": BY,
         "test": test,
-        "seconds": f"{seconds:.0f}",
+        "seconds": seconds,
         "digest": digest(bug),
     }
 
 
 def results():
     """{number: row} of results.csv."""
-    with open(RESULTS, newline="") as file:
-        return {int(row["number"]): row for row in csv.DictReader(file)}
+    return {int(row["number"]): row for row in read_csv(RESULTS)}
 
 
 def write_results(rows):
     """Writes results.csv in the order of the bugs."""
-    with open(RESULTS, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[number] for number in sorted(rows))
+    write_csv(RESULTS, COLUMNS, [rows[number] for number in sorted(rows)])
 
 
 def run(numbers, jobs):
@@ -131,21 +129,18 @@ def run(numbers, jobs):
             print(f"{row['number']} {row['script']}: {row['bug']}: {found} ({row['seconds']} s)", flush=True)
 
 
-# ---- Table and check -------------------------------------------------------------------------------------------------
-
-
 def table():
     """The lines of README.md between its marks."""
     rows = [results()[bug["number"]] for bug in bugs()]
-    lines = ["| number | script | bug | first test that fails |", "| --- | --- | --- | --- |"]
+    cells = []
     for row in rows:
         test = row["test"].removeprefix("tests/")
         found = f"`{test}`" if row["caught"] == "yes" else "none"
-        lines.append(f"| {row['number']} | {Path(row['script']).name} | {row['bug']} | {found} |")
+        cells.append([row["number"], Path(row["script"]).name, row["bug"], found])
     caught = sum(row["caught"] == "yes" for row in rows)
     scripts = len({row["script"] for row in rows})
     total = f"{len(rows)} bugs in {scripts} files: {caught} are caught by the default `pytest`."
-    return [total, "", *lines]
+    return [total, "", *markdown(["number", "script", "bug", "first test that fails"], cells)]
 
 
 def older():

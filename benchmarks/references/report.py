@@ -12,6 +12,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from PIL import Image
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import tables
@@ -83,10 +86,7 @@ def table(name):
     for system, seeds in curves(name).items():
         scores = [tables.history(records, reference.score) for records in seeds.values()]
         ends = [records[-1] for records in seeds.values()]
-        cells = [system, str(len(seeds))]
-        cells.append(tables.average([values[0] for values in scores]))
-        cells.append(tables.average([values[-1] for values in scores]))
-        cells.append(tables.average([max(values) for values in scores]))
+        cells = [system, str(len(seeds)), *tables.ends(scores)]
         cells += [tables.average(tables.history(ends, key)) for key in reference.also]
         line = tables.mean_curve(lines(name)[system])
         rows.append([*cells, f"{line[-1][0]:.0f}", reached(line, reference.level)])
@@ -105,8 +105,6 @@ def digest(name):
 
 def draw(name):
     """The curves over steps or episodes."""
-    from matplotlib.figure import Figure
-
     reference = REFERENCES[name]
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -119,8 +117,6 @@ def draw(name):
 
 def problems():
     """The figures that do not follow from the curves, as sentences."""
-    from PIL import Image
-
     for name in REFERENCES:
         if Image.open(HERE / f"curves/{name}.png").text.get("data") != digest(name):
             yield f"benchmarks/references: the figure of {name} does not show its curves"

@@ -27,6 +27,7 @@ LEVELS = ("sums", "countdown")
 LARGEST = 99  # number in a countdown
 MAX_ATTEMPTS = 7  # of a solution of the countdown
 RIGHT_SHARE = 1 / 12  # of the attempts, in the problems of a countdown that are asked; solutions are of all problems
+SAMPLED_AT_ONCE = 1024
 WRONG_SHARE = {"sums": 0.75, "countdown": 0.55}  # of the solutions, see `solutions`
 
 
@@ -345,44 +346,37 @@ def sample_right(
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import torch
-    from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common.sampling import decode, generate_all
-    from common.seeding import stream_rows
+    from common.sampling import decode, sample
+    from common.seeding import stream_rows, uniforms
 
     if threads:
         torch.set_num_threads(threads)
-    accelerator = Accelerator()
-    lm = AutoModelForCausalLM.from_pretrained(model).to(accelerator.device).eval()
+    lm = AutoModelForCausalLM.from_pretrained(model).eval()
     characters = AutoTokenizer.from_pretrained(model)
     candidates = prompts(level)
     chosen = stream_rows(seed, "problems", len(candidates), 0, problems)
     texts = []
     for row in chosen:
         texts += [candidates[row]["prompt"]] * samples
-    queries = characters(texts)["input_ids"]
-    responses = generate_all(
-        accelerator, lm, characters, queries, ("expert iteration", 0), seed=seed, max_new_tokens=MAX_NEW_TOKENS[level]
-    )
-    outputs = decode(characters, queries, responses.ids, ())
+    outputs = []
+    for begin in range(0, len(texts), SAMPLED_AT_ONCE):
+        queries = characters(texts[begin : begin + SAMPLED_AT_ONCE])["input_ids"]
+        limits = [MAX_NEW_TOKENS[level]] * len(queries)
+        draws = uniforms(seed, "expert iteration", 0, range(begin, begin + len(queries)), limits[0])
+        outputs += decode(characters, queries, sample(lm, characters, queries, draws, limits), ())
     scores = reward(texts, texts, outputs)
     right = {}  # a dict keeps the order
     for prompt, completion, score in zip(texts, outputs, scores, strict=True):
         if score:
             right[prompt, completion] = None
-    if accelerator.is_main_process:
-        rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in right]
-        Path(output).write_text("".join(f"{row}\n" for row in rows))
-        print(f"{output}: {sum(scores):.0f} of {len(scores)} samples are right, {len(rows)} of these differ")
-
-
-def main():
-    """The command, see `python benchmarks/tasks/arithmetic.py --help`."""
-    import tyro
-
-    tyro.cli(sample_right, config=(tyro.conf.PositionalRequiredArgs,))
+    rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in right]
+    Path(output).write_text("".join(f"{row}\n" for row in rows))
+    print(f"{output}: {sum(scores):.0f} of {len(scores)} samples are right, {len(rows)} of these differ")
 
 
 if __name__ == "__main__":
-    main()
+    import tyro
+
+    tyro.cli(sample_right, config=(tyro.conf.PositionalRequiredArgs,))

@@ -262,9 +262,7 @@ def untrained_pipeline(vae=None, unet=None):
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=words.model_max_length,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
+        **{f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")},
     )
     scheduler = DDIMScheduler(
         beta_start=0.00085,
@@ -387,7 +385,6 @@ def optimise(name, weights, settings, loss_function):
 
 
 def base_model() -> str:
-    """Path of the trained pipeline."""
     return str(BASE_MODEL)
 
 

@@ -145,8 +145,7 @@ def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run of algos/ddpo.py."""
     from algos import ddpo
 
-    mixed = {"mixed_precision": "bf16"} if side == "bf16" else {}
-    steps = short_run(ddpo, **settings(model), **mixed)
+    steps = short_run(ddpo, **settings(model))
     seconds = column(steps, "perf/seconds_rollout", "perf/seconds_reward", "perf/seconds_update")
     scores = column(steps, "objective/scores")
     return figures(flops(model), seconds, 1, scores, column(steps, "optim/grad_norm"))

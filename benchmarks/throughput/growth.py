@@ -1,7 +1,6 @@
 """How seconds and memory of an iteration of GRPO grow with its sizes, beside TRL's at both ends.
 
     python benchmarks/throughput/growth.py          # needs the environment of TRL 1.16 (make_peer_env.sh)
-    python benchmarks/throughput/growth.py --dry    # prints what it would measure
 
 The work is that of grpo in language.py: a rollout of given responses and one update of full float32 weights. One size
 at a time leaves BASE. A point is one process, its seconds the median of its iterations but the first. Rows go to
@@ -98,7 +97,6 @@ def table():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # of the commands that this one starts
     options = parser.parse_args()
     if options.one:
@@ -106,18 +104,15 @@ def main():
         return measure(axis, int(value), system)
     code = commit()
     for axis, value, system in points():
-        done = [row for row in stored() if row["commit"] == code]
-        if (axis, str(value), system) in [(row["axis"], row["value"], row["system"]) for row in done]:
+        if (axis, str(value), system, code) in [(r["axis"], r["value"], r["system"], r["commit"]) for r in stored()]:
             continue
         command = [python_of(file_of("grpo", SYSTEMS[system])), __file__, "--one", axis, str(value), system]
         sizes = json.dumps(BASE | {axis: value})
         print(f"SIZES='{sizes}'", *command, flush=True)
-        environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "CUDA_VISIBLE_DEVICES": ""}
-        environment = os.environ | environment | {"SIZES": sizes}
-        if not options.dry:
-            start(command, environment)
-    if not options.dry:
-        print("\n".join(table()))
+        environment = {"OMP_NUM_THREADS": "2", "ITERATIONS": "4", "COMMIT": code, "SIZES": sizes}
+        environment = os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""}
+        start(command, environment)
+    print("\n".join(table()))
 
 
 if __name__ == "__main__":

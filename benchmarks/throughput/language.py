@@ -109,14 +109,8 @@ def forward_flops(tokens, scored):
 def measure(algorithm, side, model):
     """(columns, useful GFLOP/s) of a short run of our script."""
     script = importlib.import_module(f"algos.{algorithm}")
-    measures = {
-        "ppo": measure_ppo,
-        "sft": measure_sft,
-        "grpo": measure_grpo,
-        "reward": measure_pairs,
-        "dpo": measure_pairs,
-    }
-    return measures[algorithm](script, str(model), SIDES[side])
+    measures = {"ppo": measure_ppo, "sft": measure_sft, "grpo": measure_grpo}
+    return measures.get(algorithm, measure_pairs)(script, str(model), SIDES[side])
 
 
 # ---- ppo -------------------------------------------------------------------------------------------------------------

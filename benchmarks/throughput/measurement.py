@@ -34,8 +34,6 @@ PATIENCE = 120  # seconds to wait for that
 REPEAT_ME = 75  # exit code
 PACKAGES = "torch transformers accelerate tokenizers numpy trl diffusers".split()  # as far as they are installed
 
-# ---- The machine -----------------------------------------------------------------------------------------------------
-
 
 def cpu_ticks():
     """{name: ticks of all processors since the machine has started}."""
@@ -103,9 +101,6 @@ def gemm_peak(dtype):
         seconds.append(time.perf_counter() - begun)
     torch.set_float32_matmul_precision(before)
     return 2 * rows * width * columns / min(seconds) / 1e9
-
-
-# ---- A run -----------------------------------------------------------------------------------------------------------
 
 
 def append(results, row):

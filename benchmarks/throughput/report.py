@@ -21,13 +21,7 @@ def peers_of(runs, side):
 
 
 def stored():
-    """The rows of results.csv, a mapping each."""
     return read_csv(HERE / "results.csv")
-
-
-def devices(rows):
-    """The CPUs and GPUs, in the order of the file."""
-    return list(dict.fromkeys(row["device"] for row in rows))
 
 
 def runs_of(rows, device, algorithm):
@@ -81,7 +75,8 @@ def compared():
     """(name, side, device, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
     comparison that was measured."""
     rows = stored()
-    for algorithm, side, device in itertools.product(SIDES, OURS, devices(rows)):
+    devices = dict.fromkeys(row["device"] for row in rows)  # in the order of the file
+    for algorithm, side, device in itertools.product(SIDES, OURS, devices):
         title = "sft packed" if algorithm == "sft" else algorithm
         if "2-layers" in side:
             title += ", 2 of 12 layers"

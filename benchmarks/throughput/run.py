@@ -24,36 +24,35 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OURS = ("fp32", "bf16", "fp32-2-layers")  # the sides of plainrl
-# Sides in the order of a round, and those of the first round alone. With an X, all of them in float32, then all in
-# bfloat16. KEPT: the C library keeps what the process frees, as common/launch.py sets it for ours.
+# Sides in the order of a round, and those of the first round alone. X: the precision. KEPT: the C library keeps what
+# the process frees, as common/launch.py sets it for ours.
 KEPT = "-kept"
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 SIDES = {
     "ppo": (
         "fp32 same-flags-kept defaults fp32-2-layers 2-layers-same-flags-kept",
-        "same-flags tuned 2-layers-same-flags 2-layers-tuned bf16 bf16-same-flags",
+        "same-flags tuned 2-layers-same-flags 2-layers-tuned",
     ),
     "sft": ("X X-padding-free-kept X-defaults", "X-padding-free X-same-flags"),
     "reward": ("X X-same-flags-kept X-defaults", "X-same-flags"),
     "dpo": ("X X-same-flags-kept X-precompute-kept X-defaults", "X-same-flags X-precompute"),
     "grpo": ("X X-same-flags-kept X-defaults", "X-same-flags X-micro-32"),
-    "ddpo": ("fp32 same-flags same-flags-kept tuned defaults", "bf16 bf16-same-flags"),
+    "ddpo": ("fp32 same-flags same-flags-kept tuned defaults", ""),
 }
 GPU_SIZES = {"layers": 24, "width": 1024, "prompts": 16, "batch": 16, "length": 8}  # GPT-2 medium
 REPEAT_ME = 75  # exit code of measurement.py where the hypervisor took too much
 
 
-def sides_of(algorithm, first=True):
-    """The sides of a round; first: with those that it alone has."""
+def sides_of(algorithm, first=True, gpu=False):
+    """The sides of a round, in bfloat16 on a GPU; first: with those that it alone has."""
     always, once = SIDES[algorithm]
-    names = f"{always} {once}".split() if first else always.split()
-    if names[0] != "X":
-        return names
-    return [name.replace("X", "fp32") for name in names] + [name.replace("X", "bf16") for name in names]
+    names = f"{always} {once}" if first else always
+    if gpu:
+        return list(dict.fromkeys(names.replace("X", "bf16").replace(KEPT, "").split()))
+    return names.replace("X", "fp32").split()
 
 
 def file_of(algorithm, side):
-    """The file that runs a side."""
     if side in OURS:
         return "diffusion" if algorithm == "ddpo" else "language"
     return "trl_0_8_6" if algorithm in ("ppo", "ddpo") else "trl_1_16"
@@ -107,10 +106,7 @@ def measure_all(algorithm, chosen, repeats, results, dry, gpu):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     plan = []
     for repeat in range(1, repeats + 1):
-        sides = sides_of(algorithm, repeat == 1)
-        if gpu:
-            sides = list(dict.fromkeys(side.removesuffix(KEPT) for side in sides if "bf16" in side))
-        plan += [(side, repeat) for side in sides]
+        plan += [(side, repeat) for side in sides_of(algorithm, repeat == 1, gpu)]
     with tempfile.TemporaryDirectory() as model:
         if not dry:
             prepare = [sys.executable, __file__, algorithm, "--prepare", model]

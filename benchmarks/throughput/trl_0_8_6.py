@@ -7,8 +7,6 @@ defaults. The response length is forced by the weights. Sides: `defaults` (with 
 
 ddpo: noise and prompts are those that algos/ddpo.py draws, so that the two systems make the same images. Sides:
 `defaults` (forwards of one image), `tuned` (as large as ours), `same-flags` (as large, with choose_products).
-
-bf16: all of it in `torch.autocast`.
 """
 
 import time
@@ -16,28 +14,17 @@ import time
 import diffusion
 import language
 import torch
+import trl
 from measurement import ITERATIONS, choose_products, figures
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast, set_seed
-from trl import (
-    AutoModelForCausalLMWithValueHead,
-    DDPOConfig,
-    DDPOTrainer,
-    DefaultDDPOStableDiffusionPipeline,
-    PPOConfig,
-    PPOTrainer,
-)
 from trl.models import modeling_sd_base
 
 
 def measure(algorithm, side, model):
-    """(columns, useful GFLOP/s) of a short run."""
     if "same-flags" in side:
         choose_products()
     return {"ppo": measure_ppo, "ddpo": measure_ddpo}[algorithm](side, model)
-
-
-# ---- PPO -------------------------------------------------------------------------------------------------------------
 
 
 def measure_ppo(side, model_path):
@@ -45,7 +32,7 @@ def measure_ppo(side, model_path):
     set_seed(1)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{model_path}/tokenizer.json", eos_token="<end>")
     tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(model_path)
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(model_path)
     settings = {
         "learning_rate": language.LR,
         "batch_size": language.EPISODES,
@@ -54,26 +41,22 @@ def measure_ppo(side, model_path):
     }
     frozen = language.LAYERS - 2 if "2-layers" in side else None
     # without a reference it copies the model as one, and freezes the blocks that both share
-    trainer = PPOTrainer(PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
+    trainer = trl.PPOTrainer(trl.PPOConfig(**settings), model, None, tokenizer, num_shared_layers=frozen)
     sampling = {"max_new_tokens": language.RESPONSE, "do_sample": True, "top_k": 0, "top_p": 1.0, "batch_size": rows}
     queries = [torch.tensor(ids) for ids in language.prompt_ids()]
     seconds = []
     for _ in range(ITERATIONS):
         begun = time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in side):
-            responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
-            tokenizer.batch_decode(responses)  # plainrl decodes as well
-            scores = [torch.tensor(x) for x in language.even([ids.tolist() for ids in responses])]
-            trainer.step(queries, responses, scores)
+        responses = trainer.generate(queries, return_prompt=False, **sampling, pad_token_id=tokenizer.pad_token_id)
+        tokenizer.batch_decode(responses)  # plainrl decodes as well
+        scores = [torch.tensor(x) for x in language.even([ids.tolist() for ids in responses])]
+        trainer.step(queries, responses, scores)
         seconds.append(time.perf_counter() - begun)
         assert {len(ids) for ids in responses} == {language.RESPONSE}
     return figures(language.ppo_flops(), seconds, 1)
 
 
-# ---- DDPO ------------------------------------------------------------------------------------------------------------
-
-
-class GivenNoise(DefaultDDPOStableDiffusionPipeline):
+class GivenNoise(trl.DefaultDDPOStableDiffusionPipeline):
     """Denoises noise (all images, N + 1, C, h, w) in its order, and starts from the adapters of a file."""
 
     def __init__(self, folder, noise):
@@ -99,7 +82,7 @@ class GivenNoise(DefaultDDPOStableDiffusionPipeline):
         return unet
 
 
-class TimedTrainer(DDPOTrainer):
+class TimedTrainer(trl.DDPOTrainer):
     """Keeps the seconds of epochs, and the norms of the gradients."""
 
     def __init__(self, *args):
@@ -124,7 +107,7 @@ def measure_ddpo(side, model):
     sampled, trained = (1, 1) if side == "defaults" else (diffusion.IMAGES, diffusion.PEER_BATCH)
     prompts = sum((diffusion.prompts(epoch + 1) for epoch in range(ITERATIONS)), [])
     noise = torch.cat([diffusion.noise(epoch + 1) for epoch in range(ITERATIONS)])
-    config = DDPOConfig(
+    config = trl.DDPOConfig(
         num_epochs=ITERATIONS, save_freq=10**9, mixed_precision="no", allow_tf32=False, log_with=None,
         seed=diffusion.SEED, accelerator_kwargs={"cpu": True}, sample_num_steps=diffusion.STEPS, sample_eta=1.0,
         sample_guidance_scale=diffusion.GUIDANCE, sample_batch_size=sampled,
@@ -144,8 +127,7 @@ def measure_ddpo(side, model):
         return found, None
 
     trainer = TimedTrainer(config, reward, lambda: (next(given), {}), GivenNoise(model, noise))
-    with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in side):
-        trainer.train()
+    trainer.train()
     assert len(scores) == len(prompts) and len(trainer.grad_norms) == ITERATIONS  # an optimizer step an epoch
     means = [sum(scores[i : i + diffusion.IMAGES]) / diffusion.IMAGES for i in range(0, len(scores), diffusion.IMAGES)]
     return figures(diffusion.flops(model), trainer.seconds, 1, means, trainer.grad_norms)

@@ -12,21 +12,12 @@ import time
 
 import language
 import torch
+import trl
 from datasets import Dataset
 from language import ATTENTION, BATCH, LONGEST, LR, SEED, SKIPPED, STEPS
 from measurement import GPU, ITERATIONS, choose_products, figures
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 OURS = {"model_init_kwargs": {"attn_implementation": ATTENTION}}
 SETTINGS = {  # flags of the trainers; without gradient checkpointing, and all but `defaults` with choose_products
@@ -101,7 +92,7 @@ def logged(trainer):
 def measure_sft(model, settings):
     texts = language.rows()
     options, clock = common_options(model, [texts[row] for row in language.order()])
-    trainer = SFTTrainer(model, SFTConfig(**settings), **options)
+    trainer = trl.SFTTrainer(model, trl.SFTConfig(**settings), **options)
     # transformers 5.23 decides by the name of the model's class, so for GPT2LMHeadModel it would count the first tokens
     # as labels, too, and divide by 2 % more
     trainer._loss_shifts_labels = True
@@ -111,7 +102,7 @@ def measure_sft(model, settings):
     return figures(language.sft_flops(), clock.seconds, SKIPPED, *logged(trainer))
 
 
-class TimedDPOTrainer(DPOTrainer):
+class TimedDPOTrainer(trl.DPOTrainer):
     """Adds up the seconds of scoring by the reference before training."""
 
     scoring = 0.0
@@ -136,7 +127,7 @@ def ordered_pairs():
 
 def measure_reward(model, settings):
     options, clock = pair_options(model)
-    trainer = RewardTrainer(f"{model}/classifier", args=RewardConfig(**settings), **options)
+    trainer = trl.RewardTrainer(f"{model}/classifier", args=trl.RewardConfig(**settings), **options)
     rows = zip(trainer.train_dataset["chosen_ids"], trainer.train_dataset["rejected_ids"], strict=True)
     assert list(rows) == [(prompt + chosen, prompt + rejected) for prompt, chosen, rejected in ordered_pairs()]
     trainer.train()
@@ -145,7 +136,7 @@ def measure_reward(model, settings):
 
 def measure_dpo(model, settings):
     options, clock = pair_options(model)
-    trainer = TimedDPOTrainer(model, args=DPOConfig(**settings), **options)
+    trainer = TimedDPOTrainer(model, args=trl.DPOConfig(**settings), **options)
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     assert list(map(list, zip(*(trainer.train_dataset[name] for name in names), strict=True))) == ordered_pairs()
     trainer.train()
@@ -199,7 +190,7 @@ def measure_grpo(model, settings):
         "use_bias_correction_kl": False,
     }
     options, clock = common_options(model, language.group_rows())
-    trainer = GRPOTrainer(model, rewards, args=GRPOConfig(**fixed | settings), **options)
+    trainer = trl.GRPOTrainer(model, rewards, args=trl.GRPOConfig(**fixed | settings), **options)
     trainer.model.base_model.register_forward_pre_hook(with_positions, with_kwargs=True)
     processors = LogitsProcessorList([GivenIds()])
     trainer.model.generate = functools.partial(trainer.model.generate, logits_processor=processors)

@@ -2,24 +2,21 @@
 # Learning rates of LoRA adapters and of all weights of a pretrained model: 30 steps of sft, five of grpo.
 . "$(dirname "$0")/../common.sh"
 settings=benchmarks/tasks/pretrained
+slim=1
 short="--total-episodes 320 --eval-every 5"
 for seed in ${SEEDS:-1}; do
     for lr in 1e-5 3e-5 1e-4; do
         train "sft-full-$lr" sft --config $settings/sft_reviews.yaml --metric None --eval-prompts None --lr "$lr"
-        slim "sft-full-$lr"
     done
     for adapters in 16-1e-4 16-3e-4 16-1e-3 16-3e-3 4-1e-3 64-1e-3; do
         train "sft-r$adapters" sft --config $settings/sft_reviews.yaml --metric None --eval-prompts None \
             --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
-        slim "sft-r$adapters"
     done
     for lr in 1e-6 3e-6 1e-5; do
         train "grpo-full-$lr" grpo --config $settings/grpo_sums.yaml $short --lr "$lr"
-        slim "grpo-full-$lr"
     done
     for adapters in 16-1e-4 16-3e-4 16-1e-3 4-3e-4 64-3e-4; do
         train "grpo-r$adapters" grpo --config $settings/grpo_sums.yaml $short \
             --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
-        slim "grpo-r$adapters"
     done
 done

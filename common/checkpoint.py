@@ -280,26 +280,24 @@ def read_identity(folder):
 def has_results(folder):
     """Whether a run directory holds more than its first evaluation."""
     metrics = folder / "metrics.jsonl"
-    has_lines = metrics.exists() and re.search('"step": [1-9]', metrics.read_text(encoding="utf-8"))
-    return bool(has_lines) or any(folder.glob("checkpoints/*")) or any(folder.glob("hf_model*"))
+    if metrics.exists() and re.search('"step": [1-9]', metrics.read_text(encoding="utf-8")):
+        return True
+    return any(folder.glob("checkpoints/*")) or any(folder.glob("hf_model*"))
 
 
 def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an
-    option of a function. Of a directory these are the files directly in it, without those further down, as of runs."""
+    option of a function. Of a directory these are the files in it and one level down."""
     text = str(value) if isinstance(value, str | Path) else ""
     specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # also without a classifier's label
     files = []
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if re.search(r"\w", spec)):
-        if path is None or not path.exists():  # a hub id, or no name of a file
-            continue
-        if path.is_dir():
-            found = [*path.glob("*"), *path.glob("additional_chat_templates/*")]
-            if (path / "model_index.json").exists() or (path / "dataset_dict.json").exists():
-                found += path.glob("*/*")  # the parts of a pipeline, the splits of a dataset
+        if path and path.is_dir():
+            # one level down: the parts of a pipeline, the splits of a dataset, further templates
+            found = [*path.glob("*"), *path.glob("*/*")]
             files += files_of_flag(adapter_base(path)[0])
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
-        else:
+        elif path and path.exists():
             files += [path, *sorted(path.with_suffix("").rglob("*.safetensors"))]  # the models of an embedded task
     return files
 
@@ -358,8 +356,10 @@ def differences(old, new):
     return lines
 
 
-def hub_commit(model, revision=None):
-    """The commit of the hub from which a model was loaded, or None."""
+def hub_commit(model, revision):
+    """The commit of the hub from which a model was loaded, or None. revision: of --model, else that of its adapter."""
+    for adapter in getattr(model, "peft_config", {}).values():
+        revision = adapter.revision  # of its base
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
     with contextlib.suppress(ValueError):  # what is no name of the hub
         if not os.path.isdir(source):  # diffusers gives the directory in the cache

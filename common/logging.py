@@ -186,16 +186,13 @@ class Run:
     def check_inputs(self, data, **models):
         """Notes what a script has read: the rows and tokens in the fields of data, and the commits of models ({flag:
         model or None}) of the hub. InputError if the run in this directory began with others."""
-        for name, model in models.items():
-            revision = self.args.revision if name == "model" else None
-            for adapter in getattr(model, "peft_config", {}).values():
-                revision = adapter.revision  # of its base
-            if commit := ckpt.hub_commit(model, revision):
-                self.inputs[flag_of(name)] = commit
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
+        for name, model in models.items():
+            if commit := ckpt.hub_commit(model, self.args.revision if name == "model" else None):
+                self.inputs[flag_of(name)] = commit
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
@@ -257,9 +254,20 @@ class Run:
             ckpt.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
 
     def _start_tracker(self):
+        """Starts the tracker of --track, or continues that of this run; rank 0 sends all to it."""
+        from accelerate.tracking import filter_trackers
+
         if not ckpt.has_results(self.dir):
             self._begin()  # a directory with files is then one of a run, also if the tracker cannot start
-        open_tracker(self.accelerator, self.args, self.dir, self.identity)
+        name = self.args.track
+        self.accelerator.log_with = filter_trackers([name], self.dir)
+        if not self.accelerator.log_with:
+            raise InputError(f"--track {name}: pip install {name}")
+        self.accelerator.project_configuration.logging_dir = str(self.dir)  # of tensorboard
+        flags = {flag: str(value) for flag, value in self.identity["flags"].items()}
+        run_id = re.sub(r"[^\w.-]", "_", f"{self.dir.resolve().name}-{self.identity['hash']}")
+        place = {"id": run_id, "name": self.dir.name, "dir": str(self.dir), "resume": "allow"}
+        self.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "plainrl"), flags, {"wandb": place})
 
     def tell(self, model, facts):
         """Prints what is trained, which flags are not at their defaults, and what a script adds, {name: text}."""
@@ -443,23 +451,21 @@ class Run:
         self.stepped = True
         self.kept.step = step
         self.kept.iteration = self.iteration
-        self.logged = metrics
         perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
         for name, count in counts.items():
             perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
         perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
+        self.logged = {}
         self._write(step, metrics, perf)
 
     def log_evaluation(self, step, metrics):
         """Writes the lines of an evaluation, which stand behind those of its iteration."""
-        self.logged = self.logged | metrics
-        perf = {}
-        if step > self.first_step:
-            perf["perf/seconds_eval"] = time.perf_counter() - self.since
+        perf = {} if step == self.first_step else {"perf/seconds_eval": time.perf_counter() - self.since}
         self._write(step, metrics, perf)
 
     def _write(self, step, metrics, perf):
         """Writes a line to metrics.jsonl, which is bitwise reproducible, one to perf.jsonl and both to the tracker."""
+        self.logged |= metrics
         if metrics:
             self.append("metrics.jsonl", {"step": step, **metrics})
         if perf:
@@ -485,10 +491,9 @@ class Run:
         if not self.main or not rows:
             return
         self.append("samples.jsonl", *({"step": step, **row} for row in rows))
-        table = {"columns": [*rows[0]], "data": [[*row.values()] for row in rows]}
         for tracker in self.accelerator.trackers:
             if tracker.name == "wandb":
-                tracker.log_table("eval/samples", **table, step=step)
+                tracker.log_table("eval/samples", [*rows[0]], [[*row.values()] for row in rows], step=step)
         different = {(row["prompt"], row.get("beta")): row for row in rows}
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
@@ -531,10 +536,8 @@ class Run:
 
     def result(self):
         """The newest value of every metric, and the run directory."""
-        newest = {}
-        for record in on_main(self.accelerator, self._records, "metrics.jsonl"):
-            newest |= record
-        return newest, self.dir
+        records = on_main(self.accelerator, self._records, "metrics.jsonl")
+        return {name: value for record in records for name, value in record.items()}, self.dir
 
     def _records(self, name):
         path = self.dir / name
@@ -575,19 +578,17 @@ def points(records, name):
 
 
 def change_of(records, samples, name):
-    """How a metric has changed from its first to its last value, in words, for an evaluated one with the standard error
-    over its rows in samples; "" where it has no values."""
+    """How a metric has changed from its first to its last value, in words; of an evaluated one with the standard error
+    over its rows in samples. "" where it has no values."""
     curve = points(records, name)
     if not curve:
         return ""
-    (first_step, first), (last_step, last) = curve[0], curve[-1]
-    said = f"{name} {first:.3g} -> {last:.3g}"
+    said = f"{name} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}"
     *_, group, column = name.split("/")
-    rows = [row for row in samples if column in row and row.get("set", group) == group]
-    before = [row[column] for row in rows if row["step"] == first_step]
-    after = [row[column] for row in rows if row["step"] == last_step]
+    rows = [row for row in samples if column in row and row.get("set", group) == group and name.startswith("eval/")]
+    before, after = ([row[column] for row in rows if row["step"] == step] for step in (curve[0][0], curve[-1][0]))
     changes = [new - old for new, old in zip(after, before, strict=False)]
-    if len(changes) < 2 or not name.startswith("eval/"):
+    if len(changes) < 2:
         return said
     error = stdev(changes) / math.sqrt(len(changes))
     if abs(fmean(changes)) <= 2 * error:
@@ -652,23 +653,3 @@ def lines_of_use(lm, tokenizer, ids):
     if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
         options += f"eos_token_id={tokenizer.ends}, "
     return prompt, usage.replace("OPTIONS", options)
-
-
-# ---- wandb and tensorboard, through accelerate: mirrors of the run directory -----------------------------------------
-
-
-def open_tracker(accelerator, args, folder, identity):
-    """Starts the tracker of --track for the run in a folder, or continues that run's tracking."""
-    from accelerate.tracking import filter_trackers
-
-    flags = {}
-    for flag, value in identity["flags"].items():
-        flags[flag] = value if isinstance(value, int | float) else str(value)
-    run_id = re.sub(r"[^\w.-]", "_", f"{folder.resolve().name}-{identity['hash']}")
-    place = {"id": run_id, "name": folder.name, "dir": str(folder)}
-    project = os.environ.get("WANDB_PROJECT", "plainrl")
-    accelerator.log_with = filter_trackers([args.track], folder)
-    if not accelerator.log_with:
-        raise InputError(f"--track {args.track}: pip install {args.track}")
-    accelerator.project_configuration.logging_dir = str(folder)  # of tensorboard
-    accelerator.init_trackers(project, flags, {"wandb": {"resume": "allow", **place}})

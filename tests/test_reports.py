@@ -22,7 +22,7 @@ from accelerate import tracking
 from accelerate.tracking import GeneralTracker
 from harness import ALGOS, ROOT, flags, lines
 from harness import launch as launched
-from helpers import TEMPLATE, add_specials, jsonl, log, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -452,7 +452,7 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
         calls.append(ref_output)
         return {"longer": [float(len(output)) for output in outputs]}
 
-    monkeypatch.setattr("common.sampling.load_function", lambda spec, flag: beats)
+    monkeypatch.setattr("common.data.load_function", lambda spec, flag: spec and beats)
     typed("dpo", "--total-steps 1 --run-dir run --reference-free")
     assert calls == [references] * 2
 
@@ -466,19 +466,12 @@ SAID = [  # flags, what the summary says of the reference or the head
         "at most 9 tokens per row, 6 new tokens\nepochs: 4.17, steps: 12, each of 8 rows: ",
     ),
     ("sft", "--stop a b", "; stops: ['a', 'b']; evaluations sample 5 prompts\n"),
-    (
-        "ppo",
-        "--dataset SPACES",
-        "first: 'b '\n2 prompts end in a space, which many tokenizers join with the next word: ",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("algo", "words", "said"), SAID)
 def test_other_summaries(algo, words, said, typed, work, capsys):
-    Path("spaces.jsonl").write_text(jsonl([{"prompt": prompt, "shift": 1} for prompt in ("b ", "c\n", "d", "e ")]))
-    words = words.replace("MODEL", str(work / "model")).replace("SPACES", "spaces.jsonl")
-    typed(algo, words, "--check", "--eval-every", 0)
+    typed(algo, words.replace("MODEL", str(work / "model")), "--check", "--eval-every", 0)
     assert said in capsys.readouterr().out
 
 

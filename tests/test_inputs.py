@@ -750,16 +750,18 @@ def test_a_function_that_hangs(command):
 
 
 @pytest.mark.case(61, EVERY)
-def test_a_tracker_that_fails_in_the_middle_is_a_warning(command, monkeypatch):
-    code, _, err = command("sft", "--eval-every 1 --run-dir plain")
+def test_a_tracker_that_fails_in_the_middle_ends_the_run(command, monkeypatch):
+    """The same command goes on from the last checkpoint, and ends as a run without a tracker."""
+    code, _, err = command("sft", "--eval-every 1 --save-every 1 --run-dir plain")
     assert code == 0, err
     tracker = Mock()
-    tracker.log.side_effect = [None, ConnectionError("no network")]
+    tracker.log.side_effect = [None, None, None, ConnectionError("no network")]
     monkeypatch.setattr(accelerate.tracking, "filter_trackers", lambda names, folder: names)
     monkeypatch.setattr(accelerate.Accelerator, "init_trackers", lambda self, *args: self.trackers.append(tracker))
-    code, out, err = command("sft", "--eval-every 1 --track wandb")
-    assert code == 0 and out.count("warning: --track wandb is off from here on: no network") == 1, err
-    assert tracker.log.call_count == 2 and finished("run") == finished("plain")
+    code, out, err = command("sft", "--eval-every 1 --save-every 1 --track wandb")
+    assert code == 1 and "ConnectionError: no network" in err
+    code, out, err = command("sft", "--eval-every 1 --save-every 1")
+    assert code == 0 and "continuing run from" in out and finished("run") == finished("plain"), out + err
 
 
 @pytest.mark.case(33)

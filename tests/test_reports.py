@@ -292,7 +292,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     # the first lines, and the status
     printed = " ".join(process.out.split())  # the table breaks lines between words
     assert printed.startswith(f"{algo} {SIZES[algo]}; {TYPES} flags --")
-    assert ", --warmup-steps 3, " in printed
+    assert " --warmup-steps 3, " in printed
     assert f" {' '.join(SUMMARY[algo].replace('NONE', NONE).split())} samples at step 0 " in printed
     status = []
     for name in names[algo in ("ilql", "dpo") :]:

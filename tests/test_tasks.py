@@ -39,10 +39,7 @@ def test_reference_levels():
     assert round(mean(scores), 4) == 0.3515
     assert round(mean(best.values()), 4) == 0.9917
     assert mean(graph.shortest.values()) == pytest.approx(3.65)
-
-
-def test_unreachable_goal_is_an_error_that_names_the_graph_seed():
-    with pytest.raises(ValueError, match="graph_seed=3:"):
+    with pytest.raises(ValueError, match="graph_seed=3:"):  # where the goal cannot be reached
         randomwalks.pairs(graph_seed=3)
 
 
@@ -236,6 +233,11 @@ def numbers_and_target(prompt):
 
 
 def test_solutions_of_countdowns_claim_the_first_attempt():
+    """Enough attempts arrive at what is asked."""
+    for row in arithmetic.eval_prompts("countdown"):
+        numbers, target = numbers_and_target(row["prompt"])
+        values = [*arithmetic.attempts(tuple(sorted(numbers))).values()]
+        assert values.count(target) >= arithmetic.RIGHT_SHARE * len(values)
     rows = arithmetic.solutions("countdown")
     false_claims = 0
     for row in rows:
@@ -256,13 +258,6 @@ def test_solutions_of_countdowns_claim_the_first_attempt():
     assert share == pytest.approx(arithmetic.WRONG_SHARE["countdown"], abs=0.02)
     for row in arithmetic.solutions("countdown", count=2000, wrong_share=0.0):
         assert arithmetic.is_right(row["prompt"], row["completion"]) == row["completion"].endswith("#")
-
-
-def test_enough_attempts_arrive_at_what_is_asked():
-    for row in arithmetic.eval_prompts("countdown"):
-        numbers, target = numbers_and_target(row["prompt"])
-        values = [*arithmetic.attempts(tuple(sorted(numbers))).values()]
-        assert values.count(target) >= arithmetic.RIGHT_SHARE * len(values)
 
 
 @pytest.mark.parametrize("level", arithmetic.LEVELS)

@@ -24,9 +24,6 @@ SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
 COUNTDOWN = "3,5,7:22="
 
 
-# ---- Random walks: graph and scores ----------------------------------------------------------------------------------
-
-
 def test_reference_levels():
     """Those of the table of trlX's own generator: the data, the best walk of each start, and the shortest walks."""
     graph = randomwalks.graph()
@@ -61,9 +58,6 @@ WALKS = [  # walk, its score, whether it is legal
 def test_score_of_hand_made_walks(walk, score, is_legal):
     assert randomwalks.optimality(walk) == pytest.approx(score)
     assert randomwalks.is_legal(walk) == is_legal
-
-
-# ---- Random walks: rows ----------------------------------------------------------------------------------------------
 
 
 def test_row_contents():
@@ -139,9 +133,6 @@ def test_tokenizer(tmp_path, letters):
     assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
 
 
-# ---- Arithmetic: scores ----------------------------------------------------------------------------------------------
-
-
 SCORES = [  # prompt, output, whether it is right, whether it is written as a solution is
     (SUM, f"{SUM_STEPS}#0912", True, True),
     (SUM, "6+6=12,7+3+0=10,6+2+1=09#0902", False, True),  # the systematic error
@@ -184,9 +175,6 @@ def test_shuffled_rewards_are_those_of_other_samples():
     assert mean(x == y for x, y in zip(true, shuffled, strict=True)) == pytest.approx(chance, abs=0.1)
     other = arithmetic.shuffled_reward(["", *outputs[1:]], prompts, outputs)
     assert mean(x == y for x, y in zip(other, shuffled, strict=True)) < 0.75  # another order
-
-
-# ---- Arithmetic: rows ------------------------------------------------------------------------------------------------
 
 
 def problem_of(prompt):
@@ -283,9 +271,6 @@ def test_right_samples_become_rows(tmp_path):
         assert arithmetic.is_right(row["prompt"], row["completion"])
 
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272), (calculator, 232_032)]
 )
@@ -303,9 +288,6 @@ def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
     assert Path(path, "model.safetensors").read_bytes() == Path(first, "model.safetensors").read_bytes()
     monkeypatch.setattr(characters, "draw_gpt2", None)  # it is not drawn again
     assert task.untrained_model() == path
-
-
-# ---- Calculator ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", calculator.KINDS)
@@ -361,9 +343,6 @@ def test_a_base_model_is_made_again_by_its_command(accelerator, letters, scripts
     found = loss_of(tmp_path / "run/hf_model")
     assert found == pytest.approx(loss_of(randomwalks.base_model()), abs=0.005)
     assert found < 1.5 < 3 < loss_of(randomwalks.untrained_model())
-
-
-# ---- Shapes ----------------------------------------------------------------------------------------------------------
 
 
 def test_drawings_are_recognised():

@@ -52,11 +52,6 @@ def test_frozen_blocks(family):
     assert all("norm" in name or "ln_f" in name for name in trained - top_block)
 
 
-def test_more_unfrozen_layers_than_there_are():
-    with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
-        freeze(build("OPT"), 4)
-
-
 def test_blocks_are_not_the_experts_of_a_block():
     experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(11))
     layers = nn.ModuleList(nn.ModuleDict({"experts": experts}) for _ in range(5))

@@ -267,9 +267,8 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
     run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=3"), total_episodes=12, **flags)
     assert all("system\nBe 3<|im_end|>" in prompt for prompt in seen)
-    for option, problem in (("think", "not enough values"), ("think=[a/b/c", "while parsing")):
-        with pytest.raises(InputError, match=f"--template-options: expected key=value, not .*: {problem}"):
-            run("grpo", lm, tmp_path / "other", template_options=(option,), **flags)
+    with pytest.raises(InputError, match="--template-options: expected key=value, not think"):
+        run("grpo", lm, tmp_path / "other", template_options=("think",), **flags)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -290,10 +289,6 @@ def forgets_a_turn(sample, prompt_ids):
 WRONG = {
     "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
-    "returned 'prompt', a column of the rows": lambda sample, prompt_ids: (
-        once(sample, prompt_ids),
-        {"prompt": [1] * 12},
-    ),
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,

@@ -37,14 +37,9 @@ STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 def tied_weights(model):
     """{name: first name} of the parameters that the model has under several names."""
-    first_names = {}
-    tied = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        name = name.removeprefix("module.")
-        first_name = first_names.setdefault(id(weight), name)
-        if first_name != name:
-            tied[name] = first_name
-    return tied
+    named = [(name.removeprefix("module."), w) for name, w in model.named_parameters(remove_duplicate=False)]
+    first_names = {id(weight): name for name, weight in reversed(named)}
+    return {name: first_names[id(weight)] for name, weight in named if first_names[id(weight)] != name}
 
 
 def frozen_weights(model):
@@ -150,9 +145,13 @@ def read_checkpoint(path):
     return state
 
 
-def sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256(*paths):
+    """One hash of the contents of files."""
+    hashes = []
+    for path in paths:
+        with open(path, "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def fsync(path):
@@ -206,14 +205,6 @@ def export_model(lm, weights, tokenizer, directory, heads):
             safetensors.torch.save_file(tensors, temporary / name)
 
 
-def push(directory, repository):
-    """Uploads an export, and nothing else, to a hub repository. A new repository is private."""
-    from huggingface_hub import HfApi
-
-    HfApi().create_repo(repository, private=True, exist_ok=True)
-    HfApi().upload_folder(repo_id=repository, folder_path=directory)
-
-
 def write_text(path, text):
     """Writes a file completely or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
@@ -225,18 +216,14 @@ def write_text(path, text):
 def keep_lines(path, step, lacks_evaluation):
     """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
     a last line that is incomplete after a kill."""
-    if not path.exists():
-        return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("}\n"):
-            record = json.loads(line)
-            is_evaluation = any(name.startswith(("eval/", "perf/seconds_eval")) for name in record)
-            is_evaluation = is_evaluation or path.name == "samples.jsonl"
-            is_repeated = lacks_evaluation and is_evaluation and record["step"] == step
-            if record["step"] <= step and not is_repeated:
-                kept.append(line)
-    write_text(path, "".join(kept))
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        is_evaluation = path.name == "samples.jsonl" or re.search('"(eval/|perf/seconds_eval")', line)
+        last_kept = step - 1 if lacks_evaluation and is_evaluation else step
+        if line.endswith("}\n") and json.loads(line)["step"] <= last_kept:
+            kept.append(line)
+    if path.exists():
+        write_text(path, "".join(kept))
 
 
 # ---- Identity --------------------------------------------------------------------------------------------------------
@@ -256,11 +243,11 @@ def identity(args, script):
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
         raise InputError(f"{', '.join(unknown)}: such an object cannot be compared between runs: also give --run-dir")
-    files = {"script": sha256(script), "imports": hash_of_files(imported_files())}
+    files = {"script": sha256(script), "imports": sha256(*imported_files())}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
     for name in flags:
         if named := files_of_flag(getattr(args, name)):
-            files[name] = hash_of_files(named)
+            files[name] = sha256(*named)
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
     algo = Path(script).stem
@@ -315,44 +302,34 @@ def imported_files():
     return sorted(file for file in files if not any(map(file.is_relative_to, (STDLIB, ROOT / "common"))))
 
 
-def hash_of_files(files):
-    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-
-
 def describe(value):
     """A JSON value that is the same, in any process, for flags that mean the same. A plain value is itself. Rows are
     named by a hash of their JSON, and a function by its name and a hash of its file."""
-    if isinstance(value, Path):
-        return str(value)
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
         return list(value)
+    if isinstance(value, Path):
+        return str(value)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     try:
         if inspect.isfunction(value) and "<" not in name:  # a lambda or a function within one may hold other values
-            contents = sha256(inspect.getfile(value))
-        else:
-            contents = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+            return f"<{name} {sha256(inspect.getfile(value))[:16]}>"
+        return f"<{name} {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}>"
     except (OSError, TypeError, ValueError):  # no file, as in a notebook, or no JSON
         return f"<{name}{UNKNOWN}"
-    return f"<{name} {contents[:16]}>"
 
 
 def differences(old, new):
     """One line for each flag or file in which two identities differ."""
-
-    def changed(part):
-        return [name for name in old[part] | new[part] if old[part].get(name) != new[part].get(name)]
-
-    flags = changed("flags")
+    flags = [name for name in old["flags"] | new["flags"] if old["flags"].get(name) != new["flags"].get(name)]
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
-    code = {"script": "the script", "imports": "a file that your code imports"}
-    for name in changed("files"):
-        if name in code or name.startswith("common/"):
-            lines.append(f"{code.get(name, name)} has changed")
-        elif name not in flags and name != "resume":  # where it continues does not count
-            lines.append(f"the file of {flag_of(name)} has changed")
+    names = {"script": "the script", "imports": "a file that your code imports"}
+    for name in old["files"] | new["files"]:
+        if old["files"].get(name) != new["files"].get(name) and name not in (*flags, "resume"):
+            is_flag = name in old["flags"] | new["flags"]
+            said = f"the file of {flag_of(name)}" if is_flag else names.get(name, name)
+            lines.append(f"{said} has changed")
     return lines
 
 
@@ -391,7 +368,7 @@ def environment(accelerator):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     commit = ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # without git
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses

@@ -113,7 +113,7 @@ def load_rows(data, flag):
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
     if isinstance(made, str) or isinstance(data, list | tuple):
         return rows
-    return rows_of_arrow(rows)  # a function may have taken its rows from a Dataset
+    return without_nulls(rows)  # a function may have taken its rows from a Dataset
 
 
 def read_rows(name):
@@ -135,22 +135,21 @@ def read_rows(name):
         rows = rows.with_format("arrow")[:].to_pylist()  # images stay the bytes that they are
     else:
         rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
-    return rows_of_arrow(rows)
+    return without_nulls(rows)
 
 
-def rows_of_arrow(rows):
-    """The rows of a table of datasets."""
-    return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
+def without_nulls(rows):
+    """Rows whose chats and tools lack the keys that Arrow has filled with null; a message keeps its content."""
 
+    def kept(value):
+        if isinstance(value, list):
+            return [kept(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        named = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
+        return {key: kept(value[key]) for key in named}
 
-def without_nulls(value):
-    """A chat, or tools, without the keys that Arrow has filled with null; a message without content keeps that key."""
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
-    return {key: without_nulls(value[key]) for key in kept}
+    return [row | {column: kept(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 
 def rows_of_file(path):
@@ -161,7 +160,7 @@ def rows_of_file(path):
     if kind == ".parquet":
         from pyarrow.parquet import read_table
 
-        return rows_of_arrow(read_table(path).to_pylist())
+        return without_nulls(read_table(path).to_pylist())
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
         text = stream.read()
@@ -258,12 +257,6 @@ def messages_in(row, column):
     return row[column] if isinstance(row.get(column), list) else []
 
 
-def messages_of(row, column):
-    """The same, for `chat_text` to refuse what is not a list."""
-    part = row.get(column)
-    return part if isinstance(part, list) else [part]
-
-
 def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
     """The messages as rendered by the chat template, with the row's tools. They end with an answer, or with answering
     where one begins; it goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {%
@@ -310,8 +303,8 @@ def joined(prompt, answer):
 def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
     completion's answers, or if it marks nothing, whole messages with the end of their turns."""
-    prompt = messages_of(row, "prompt")
-    completion = messages_of(row, "completion")
+    prompt = messages_in(row, "prompt")
+    completion = messages_in(row, "completion")
     messages = joined(prompt, completion)
     parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
     begin = len(messages) - len(completion)
@@ -419,7 +412,7 @@ def pair_texts(rows, tokenizer, flag):
             where = f"{flag} row {number}"
             whole = []
             for side in SIDES:
-                chats.append((joined(messages_in(row, "prompt"), messages_of(row, side)), row))
+                chats.append((joined(messages_in(row, "prompt"), messages_in(row, side)), row))
                 whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
             prompt = ""
             if messages := prompt_messages(row):
@@ -538,13 +531,18 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     The segments are tokenised together, except for an encoder. One begins where the tokens differ from those of what
     precedes it, so a merge across the boundary belongs to the later segment. An empty prompt becomes the beginning
     token. The end token is appended once; in a chat the template ends the turns."""
+    bos = tokenizer.bos_token_id
     if encoder:
-        yield from encode_apart(rows, tokenizer, flag)
+        heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
+        tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", target=True)
+        for head, tail in zip(heads, tails, strict=True):
+            head = head or [tokenizer.eos_token_id if bos is None else bos]
+            end = len(head) + len(tail)
+            yield head + tail, [(0, len(head), False), (len(head), end, True)]
         return
     chat = is_chat(rows, ("messages", "prompt"))
     has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
     segments = row_segments(rows, tokenizer, flag)
-    bos = tokenizer.bos_token_id
     whole = ["".join(row) for row in segments]
     encoded = tokenize(tokenizer, whole, not chat, end="template" if chat else "once")
     prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
@@ -558,17 +556,6 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
             begins = [0, *(max(1, begin) for begin in begins[1:])]
         spans = itertools.pairwise([*begins, len(ids)])
         yield ids, [(begin, end, place % 2 == 1) for place, (begin, end) in enumerate(spans)]
-
-
-def encode_apart(rows, tokenizer, flag):
-    """Like `encode_segments`, for an encoder's prompt and its decoder's completion, which gets an end token."""
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
-    tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", target=True)
-    for head, tail in zip(heads, tails, strict=True):
-        head = head or [first]
-        end = len(head) + len(tail)
-        yield head + tail, [(0, len(head), False), (len(head), end, True)]
 
 
 def marked(tokenizer, ids, is_trained):

@@ -120,12 +120,11 @@ class Run:
             named = Path(self.args.resume)  # a run directory or a checkpoint
             given = max(named.glob("checkpoints/step_????????"), default=named)
         if self.args.check:
-            return None, given, self._state_of(given) if given else {}, False, False
+            return None, given, self._state_of(given), False, False
         folder = self.dir = self._locked_folder()
-        own = folder / "checkpoints"
         old = ckpt.read_identity(folder)
         same = old.get("hash") == self.identity["hash"]
-        goes_on_here = given is not None and given.resolve().parent == own.resolve()
+        goes_on_here = given is not None and given.resolve().parent == (folder / "checkpoints").resolve()
         if old and not (same or goes_on_here) and ckpt.has_results(folder):
             hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
             lines = "\n  ".join(differences(old, self.identity))
@@ -134,27 +133,26 @@ class Run:
             self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
             self.say("to repeat the run, give --resume never")
             return folder, None, {}, True, True
-        for path in sorted(own.glob("step_????????"), reverse=True):
+        for path in sorted(folder.glob("checkpoints/step_????????"), reverse=True):
             state = ckpt.read_checkpoint(path)
             # others are of the run that this one continues, until its first checkpoint replaces them
             if state["run"]["hash"] == self.identity["hash"]:
                 self.say(f"continuing {self.path} from step {state['step']}")
                 return folder, path, state, False, True
-        if given is None:
-            if same:
-                self.say(f"continuing {self.path} from step 0")
-            return folder, None, {}, False, False
         state = self._state_of(given)
-        config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
-        what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
-        self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
-        return folder, given.absolute(), state, False, False
+        if given:
+            config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
+            what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
+            self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
+        return folder, given and given.absolute(), state, False, False
 
-    def _state_of(self, checkpoint):
-        """The state of the checkpoint that --resume names."""
-        if not checkpoint.exists():
-            raise InputError(f"--resume {checkpoint}: there is no such run or checkpoint")
-        state = ckpt.read_checkpoint(checkpoint)
+    def _state_of(self, given):
+        """The state of the checkpoint that --resume names; {} where it names none."""
+        if given is None:
+            return {}
+        if not given.exists():
+            raise InputError(f"--resume {given}: there is no such run or checkpoint")
+        state = ckpt.read_checkpoint(given)
         if state["run"]["algo"] != self.identity["algo"]:
             raise InputError(f"--resume {self.args.resume} is of a run of {state['run']['algo']}.py")
         return state
@@ -552,7 +550,10 @@ class Run:
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
         self.say(f"\n{usage}\n\ncard: {self.path}/README.md\npicture: {self.path}/curve.png\nmodel: {folder}")
         if self.args.push_to_hub:
-            ckpt.push(f"{self.dir}/hf_model", self.args.push_to_hub)
+            from huggingface_hub import HfApi
+
+            HfApi().create_repo(self.args.push_to_hub, private=True, exist_ok=True)
+            HfApi().upload_folder(repo_id=self.args.push_to_hub, folder_path=f"{self.dir}/hf_model")
         env = json.loads((self.dir / "env.json").read_text())
         names = [*dict.fromkeys([self.headline, *self.shown])]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"

@@ -151,11 +151,18 @@ class Decoder:
 
     def read_contexts(self):
         """Logits (B, V) behind the contexts. Equal ones, as those of a group are, are read once."""
+        from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
         number_of = {ids: number for number, ids in enumerate(dict.fromkeys(map(tuple, self.contexts)))}
         numbers = [number_of[tuple(ids)] for ids in self.contexts]
         firsts = torch.tensor([numbers.index(number) for number in range(len(number_of))], device=self.tokens.device)
         output = self.forward(self.tokens[firsts], self.attention[firsts], self.last_position[firsts])
-        self.cache = reordered_cache(output)
+        cache = getattr(output, "past_key_values", None)
+        if type(cache) in (DynamicCache, EncoderDecoderCache):  # of others rows may be unable to leave
+            self.cache = cache
+            for layer in getattr(cache, "self_attention_cache", cache).layers:
+                if self.tokens.device.type != "cpu":
+                    layer.is_compileable = True  # else transformers waits at every token, to see if a mask has padding
         numbers = torch.tensor(numbers, device=self.tokens.device)
         if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
             self.step = Step(self.model, self.cache, numbers, self.attention, self.last_position, self.most_tokens)
@@ -194,19 +201,6 @@ class Decoder:
         self.last_position = self.last_position[places]
         if self.cache is not None:
             self.cache.reorder_cache(places)
-
-
-def reordered_cache(output):
-    """The cache of a first pass; None if it is none of the library's own kinds, which rows may be unable to leave."""
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
-    cache = getattr(output, "past_key_values", None)
-    if type(cache) not in (DynamicCache, EncoderDecoderCache):
-        return None
-    for layer in getattr(cache, "self_attention_cache", cache).layers:
-        if output.logits.device.type != "cpu":
-            layer.is_compileable = True  # else transformers waits at every token, to see whether a mask has padding
-    return cache
 
 
 def add_ids(response, ids, context, limit, ends, stop, tokenizer):
@@ -362,18 +356,14 @@ def decode(tokenizer, queries, responses, stops):
     return texts
 
 
-def text_arguments(tokenizer, rows, outputs, output_ids):
+def text_arguments(tokenizer, responses, outputs):
     """Keyword arguments of a reward or metric function of texts besides the rows' other columns: lists with one entry
     per row, and the tokenizer."""
-    prompts = [row["prompt"] for row in rows]
+    prompts = [row["prompt"] for row in responses.rows]
     space = " " if getattr(tokenizer, "answers_apart", False) else ""
-    return {
-        "samples": [prompt + space + output for prompt, output in zip(prompts, outputs, strict=True)],
-        "prompts": prompts,
-        "outputs": list(outputs),
-        "output_ids": [list(ids) for ids in output_ids],
-        "tokenizer": tokenizer,
-    }
+    samples = [prompt + space + output for prompt, output in zip(prompts, outputs, strict=True)]
+    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "output_ids": responses.ids}
+    return given | {"tokenizer": tokenizer}
 
 
 def score_outputs(accelerator, reward, tokenizer, outputs, responses):
@@ -382,7 +372,7 @@ def score_outputs(accelerator, reward, tokenizer, outputs, responses):
     called once, with all rows. A `RewardModel` scores a share of them in each process; it sees an end token where a
     response has ended."""
     screen.show("scoring")
-    given = text_arguments(tokenizer, responses.rows, outputs, responses.ids)
+    given = text_arguments(tokenizer, responses, outputs)
     if not isinstance(reward, RewardModel):
         lengths = [len(ids) for ids in responses.ids]
         return on_main(accelerator, reward, responses.rows, given, lengths)
@@ -416,7 +406,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     outputs = decode(tokenizer, queries, responses.ids, options["stop"])
     values = {}
     if metric is not None:
-        given = text_arguments(tokenizer, responses.rows, outputs, responses.ids)
+        given = text_arguments(tokenizer, responses, outputs)
         values |= on_main(accelerator, metric, responses.rows, given)
     if reward is not None:
         scores, columns = score_outputs(accelerator, reward, tokenizer, outputs, responses)

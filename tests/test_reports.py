@@ -434,7 +434,7 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
         calls.append(ref_output)
         return {"longer": [float(len(output)) for output in outputs]}
 
-    monkeypatch.setattr("common.sampling.load_function", lambda spec, flag: beats)
+    monkeypatch.setattr("common.data.load_function", lambda spec, flag: spec and beats)
     typed("dpo", "--total-steps 1 --run-dir run --reference-free")
     assert calls == [references] * 2
 

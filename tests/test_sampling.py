@@ -345,7 +345,7 @@ def test_texts(letters):
     assert stopped(letters, queries, responses, ("<eos>", "j")) == [True, False, True]
     assert stopped(letters, queries, responses, ()) == [False] * 3
     rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
-    given = text_arguments(letters, rows, ["efg", ""], [[4, 5, 6], []])
+    given = text_arguments(letters, Responses([[4, 5, 6], []], [], [], rows), ["efg", ""])
     assert given.pop("tokenizer") is letters
     expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
     assert given == expected | {"output_ids": [[4, 5, 6], []]}

@@ -346,5 +346,7 @@ def test_what_it_writes_is_a_text_of_its_own():
     for apart, text in ((True, "4 ?"), (False, " 4 ?")):
         tokenizer.answers_apart = apart
         assert sampling.decode(tokenizer, [[2, 1]], [[3, 4, 1]], ()) == [text]
-        given = sampling.text_arguments(tokenizer, [{"prompt": "what"}], [text], [[3, 4, 1]])
+        given = sampling.text_arguments(
+            tokenizer, sampling.Responses([[3, 4, 1]], [], [], [{"prompt": "what"}]), [text]
+        )
         assert given["samples"] == ["what 4 ?"]

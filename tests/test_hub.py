@@ -138,9 +138,6 @@ def run(work):
         process.terminate()
 
 
-# ---- Names that load -------------------------------------------------------------------------------------------------
-
-
 def test_revisions_of_a_model(run, work):
     """Weights and tokenizer are those of the branch, tag or commit, which config.yaml repeats."""
     runs = {"default": ("", "main"), "tag": ("--revision v2", "v2"), "commit": (f"--revision {commit('v2')}", "v2")}
@@ -232,9 +229,6 @@ def test_commits_of_models(work, monkeypatch, build_model, build_pipeline):
     assert hub_commit(unet) == commit("v2")
 
 
-# ---- Names that do not -----------------------------------------------------------------------------------------------
-
-
 def test_a_value_head_of_the_hub_is_read(run, work):
     """A step of 1e-30 leaves it as it is."""
     run(f"{PPO} --model org/policy --reward judge:GOOD --lr 1e-30 --run-dir policy-run")
@@ -277,9 +271,6 @@ def test_code_of_a_repository_runs_only_when_told(run, work):
     assert (work / "marker").exists()
     assert json.loads((work / "trusted/hf_model/config.json").read_text())["auto_map"]
     assert yaml.safe_load((work / "trusted/config.yaml").read_text())["trust_remote_code"] is True
-
-
-# ---- Uploads ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -83,9 +83,6 @@ def run(algo, model, run_dir, **flags):
 both = pytest.mark.parametrize("algo", NAMED)
 
 
-# ---- The same as without ---------------------------------------------------------------------------------------------
-
-
 @both
 def test_a_function_that_samples_once_changes_no_byte(algo, gpt2_dir, tmp_path):
     """So does one that stops and goes on: the n-th token of a row takes the n-th uniform."""
@@ -102,9 +99,6 @@ def test_micro_batches_and_decode_batches_change_nothing(algo, gpt2_dir, tmp_pat
     flags = {"eval_every": 2, "ppo_epochs": 1, "reward": by_token}
     whole = run(algo, gpt2_dir, tmp_path / "whole", **flags)
     same_run(run(algo, gpt2_dir, tmp_path / "parts", micro_batch_size=2, decode_batch_size=5, **flags), whole)
-
-
-# ---- What is trained -------------------------------------------------------------------------------------------------
 
 
 @both
@@ -145,9 +139,6 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     log_ratio = first[0] - first[1] if algo == "ppo" else first[0]
     close(log_ratio.exp(), torch.ones(len(log_ratio)))
     assert any("[eq]" in row["output"] for row in samples(run_dir))
-
-
-# ---- What a function gets and returns --------------------------------------------------------------------------------
 
 
 @both
@@ -267,12 +258,8 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
     run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=3"), total_episodes=12, **flags)
     assert all("system\nBe 3<|im_end|>" in prompt for prompt in seen)
-    for option, problem in (("think", "not enough values"), ("think=[a/b/c", "while parsing")):
-        with pytest.raises(InputError, match=f"--template-options: expected key=value, not .*: {problem}"):
-            run("grpo", lm, tmp_path / "other", template_options=(option,), **flags)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
+    with pytest.raises(InputError, match="--template-options: expected key=value, not .*: while parsing"):
+        run("grpo", lm, tmp_path / "other", template_options=("think=[a/b/c",), **flags)
 
 
 def retokenised(sample, prompt_ids, tokenizer):
@@ -290,17 +277,14 @@ def forgets_a_turn(sample, prompt_ids):
 WRONG = {
     "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
-    "returned 'prompt', a column of the rows": lambda sample, prompt_ids: (
-        once(sample, prompt_ids),
-        {"prompt": [1] * 12},
-    ),
+    "returned 'prompt', a column": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
-    "takes contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
-    "different rows, counted from 0$": lambda sample, prompt_ids: sample(
+    # the last one twice
+    "takes contexts \\(ids\\) for different rows, counted from 0$": lambda sample, prompt_ids: sample(
         prompt_ids[:2], [11, -1]
-    ),  # the last one twice
+    ),
     "contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample([[], [1]], [0, 1]),
     "missing a required argument: 'price'. It gets sample, prompt_ids": lambda price: None,
 }

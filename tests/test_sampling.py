@@ -67,9 +67,6 @@ def uniforms(rows, width, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).random((rows, width)))
 
 
-# ---- One token -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("temperature", "k", "p"),
     [
@@ -105,9 +102,6 @@ def test_zero_probability_is_never_drawn(allowed, dtype):
         assert set(ids.tolist()) <= set(allowed)
     ids, _ = drawn(logits, 1.0, uniforms=edges[[0, -1]])
     assert ids.tolist() == [min(allowed), max(allowed)]
-
-
-# ---- Responses -------------------------------------------------------------------------------------------------------
 
 
 def slow_draw(logits, u, temperature):
@@ -230,8 +224,6 @@ def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, let
     generate_all(accelerator, lm, letters, queries, ("rollout", 2), seed=1, max_new_tokens=3, decode_batch_size=3)
     assert read == [(3, 11, [11, 7, 5]), (2, 3, [3, 2]), (1, 1, [1])]
 
-
-# ---- Stop strings ----------------------------------------------------------------------------------------------------
 
 TEXTS = ["hello world, héllo wörld.", "日本語 text €uro 🙂🙃", "a b  c\n\nUser: stop here ", "end. of 'it' don't !"]
 FEW_BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x82)]
@@ -365,9 +357,6 @@ def test_decode_keeps_the_space_between_prompt_and_output():
     tokenizer = build_tokenizer("metaspace")
     hello, world, end = tokenizer.convert_tokens_to_ids(["▁hello", "▁world", "<end>"])
     assert decode(tokenizer, [[hello], [hello]], [[world, end], [hello, world]], ()) == [" world", " hello world"]
-
-
-# ---- Scores of what was sampled --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -43,8 +43,8 @@ def code_lines_of(path):
 
 def files_of(root, folder, *kinds):
     """The files of a folder and those below, without the environments of benchmarks/throughput."""
-    found = [path for kind in kinds for path in sorted((root / folder).rglob(f"*.{kind}"))]
-    return [path for path in found if ".peers" not in path.parts]
+    found = sorted((root / folder).rglob("*.*"))
+    return [path for path in found if path.suffix in kinds and ".peers" not in path.parts]
 
 
 def scripts_of(root):
@@ -54,14 +54,14 @@ def scripts_of(root):
 
 def sizes(root):
     """{what: how many lines}"""
-    common = files_of(root, "common", "py")
+    common = files_of(root, "common", ".py")
     return {
         "common/": sum(map(lines_of, common)),
         "common/, code": sum(map(code_lines_of, common)),
         "algos/": sum(map(lines_of, scripts_of(root))),
         "ppo.py in one file": in_one_file(root, root / "algos/ppo.py"),
-        "tests/": sum(map(lines_of, files_of(root, "tests", "py"))),
-        "benchmarks/, with .sh": sum(map(lines_of, files_of(root, "benchmarks", "py", "sh"))),
+        "tests/": sum(map(lines_of, files_of(root, "tests", ".py"))),
+        "benchmarks/, with .sh": sum(map(lines_of, files_of(root, "benchmarks", ".py", ".sh"))),
     }
 
 
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("root", nargs="?", type=Path, default=ROOT, help="a checkout; default: this one")
     root = parser.parse_args().root.resolve()
-    common = {str(path.relative_to(root)): lines_of(path) for path in files_of(root, "common", "py")}
+    common = {str(path.relative_to(root)): lines_of(path) for path in files_of(root, "common", ".py")}
     for counts in (sizes(root), common):
         rows = [[name, f"{count:,}"] for name, count in counts.items() if count]  # an empty __init__.py is no file
         print("\n".join([*markdown(["what", "lines"], rows), ""]))

@@ -101,6 +101,7 @@ def facts_of(facts):
 
 
 def printed(grid, width=None):
+    """What rich draws, in the terminal's width or another one."""
     sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
-    return "\n".join(line.rstrip() for line in sheet.file.getvalue().rstrip().split("\n"))
+    return sheet.file.getvalue().rstrip()

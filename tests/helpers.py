@@ -15,8 +15,6 @@ from benchmarks.tables import by_step
 BOS, EOS, PAD, UNK = 21, 22, 23, 24  # of the tokenizer `letters`; a..u are 0..20
 NAN = math.nan
 
-# ---- Chats -----------------------------------------------------------------------------------------------------------
-
 # A turn is a letter of its role (t, u, s), the content and the end token, after one beginning token.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ {'system': 't', 'user': 'u', 'assistant': 's'}.get(m.role) or "
@@ -66,9 +64,6 @@ def bf16():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-# ---- Numbers ---------------------------------------------------------------------------------------------------------
-
-
 def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -88,9 +83,6 @@ def close(actual, expected, tolerance=1e-12):
 def equal(one, other):
     """Whether two {name: tensor} are the same bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-# ---- Files and calls -------------------------------------------------------------------------------------------------
 
 
 def jsonl(rows):
@@ -174,9 +166,6 @@ def recorded(monkeypatch, module, name, kept=lambda result: result):
 def trained_ids(batch):
     """The trained ids of each response of a rollout."""
     return [[token for token in labels if token != -100] for _, labels, _ in batch.examples]
-
-
-# ---- Padding ---------------------------------------------------------------------------------------------------------
 
 
 def widen(tensor, left, right, fill=None):

@@ -121,9 +121,12 @@ def main():
     known = {key: known[key] for key in kept}
     waiting = [key for key in sample if key not in known]
     print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
+
+    def tried(key):
+        return try_mutant(*sample[key], args.limit)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        tried = pool.map(lambda key: try_mutant(*sample[key], args.limit), waiting)
-        for key, row in zip(waiting, tried, strict=True):
+        for key, row in zip(waiting, pool.map(tried, waiting), strict=True):
             known[key] = row
             write_csv(RESULTS, COLUMNS, [known[key] for key in sample if key in known])
             print(*row.values(), sep=" | ", flush=True)

@@ -55,9 +55,6 @@ def policy(build_pipeline):
     return load
 
 
-# ---- A step ----------------------------------------------------------------------------------------------------------
-
-
 def agrees_with_diffusers(scheduler, eta):
     """Asserts that all steps of the scheduler are taken and valued as diffusers and torch do; returns the sigmas."""
     schedule = ddpo.ddim_schedule(scheduler, scheduler.num_inference_steps, eta)
@@ -130,9 +127,6 @@ def test_other_lengths_of_training():
         ddpo.ddim_schedule(exact_scheduler(3, steps_offset=1), 1000, 1.0)
 
 
-# ---- Advantages, loss ------------------------------------------------------------------------------------------------
-
-
 def slow_advantages(history, prompts, rewards, size, count):
     """From all rewards that a prompt ever had, those of this update included."""
     for prompt, reward in zip(prompts, rewards, strict=True):
@@ -172,9 +166,6 @@ def test_ddpo_loss_by_hand():
     close(losses.data, [-2, -2.1, -2.2, -1, 2, 1.9, 1.8, 3, 0])
     losses.sum().backward()
     close(new.grad, [-2, -2.1, 0, -1, 2, 1.9, 0, 3, 0])
-
-
-# ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
 def sample(policy, prompts, seed=1, guidance=1.0, **options):
@@ -234,9 +225,6 @@ def test_images_are_clamped_and_rounded(policy):
         sample(painted, prompts)
 
 
-# ---- Minibatches -----------------------------------------------------------------------------------------------------
-
-
 def pairs_of(trained, epoch=1, process=0, world=1, **flags):
     """[[(image, step), ...] of each optimizer step]."""
     args = task(**{"rollout_batch_size": 12, "batch_size": 6, "ppo_epochs": 2, "micro_batch_size": 5} | flags)
@@ -276,9 +264,6 @@ def test_timestep_fraction(fraction, count):
     assert {*itertools.chain(*of_images)} == {*trained}
     if count < 5:  # images, passes and epochs draw their own
         assert len({*map(tuple, drawn)}) == 4 and len({*drawn[0]}) > 3
-
-
-# ---- Pipelines -------------------------------------------------------------------------------------------------------
 
 
 def load(path):
@@ -330,8 +315,6 @@ def test_a_pipeline_that_cannot_be_used(build_pipeline, part, setting, said):
     with pytest.raises(InputError, match=said):
         load(pipeline)
 
-
-# ---- Adapters and exports --------------------------------------------------------------------------------------------
 
 INPUTS = random(2, 5, 4, 12), torch.tensor([1, 500]), random(2, 8, 12, seed=1)
 
@@ -412,9 +395,6 @@ def test_an_export_and_its_card(build_pipeline, tmp_path):
         assert not part.training and not any(weight.requires_grad for weight in part.parameters())
     assert type(found.scheduler) is DDIMScheduler and found.safety_checker is None
     assert "negative" not in ddpo.sampling_code(task(), pipeline.unet)
-
-
-# ---- Images of a run -------------------------------------------------------------------------------------------------
 
 
 def test_grid(tmp_path):

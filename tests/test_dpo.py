@@ -89,8 +89,6 @@ def assert_logged(record, prefix, expected):
         assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
-# ---- The loss --------------------------------------------------------------------------------------------------------
-
 LOSSES = get_args(dpo.Args.__dataclass_fields__["loss_type"].type)
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
@@ -182,9 +180,6 @@ def test_huge_log_ratios_are_finite(loss_type):
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-# ---- Log-probabilities -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "packing", "chunks"),
     [("gpt2", True, True), ("gpt2", False, False), ("llama", True, False), ("qwen3", False, True)],
@@ -226,9 +221,6 @@ def test_a_reference_whose_layers_mix_rows_is_asked_alone(monkeypatch, gpt2_dir,
     run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert {(args[0].config.model_type, args[1]) for args, _ in calls} == {("gpt2", True), ("llama", False)}
     assert "--packing" not in capsys.readouterr().out
-
-
-# ---- Runs: the algorithm ---------------------------------------------------------------------------------------------
 
 
 def slow_step(model, pairs, reference, beta, coef):
@@ -290,9 +282,6 @@ def test_the_learning_rate_of_a_continued_run_goes_on(monkeypatch, gpt2_dir, tmp
     _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
     assert len(calls) == 6, "it was continued"
     assert log(run_dir) == log(whole)
-
-
-# ---- Runs: the reference ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

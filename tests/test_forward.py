@@ -26,9 +26,6 @@ def nll_and_entropy(logits, ids):
     return torch.stack([token_nll(logits, ids), entropies(logits, ids)])
 
 
-# ---- Chunks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("function", "bias"), [(token_nll, True), (nll_and_entropy, False)])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_chunks_are_the_whole(monkeypatch, function, bias, size):
@@ -78,9 +75,6 @@ def test_gradients_are_added_up_in_float32(monkeypatch):
         errors.append(((gradient - exact).norm() / exact.norm()).item())
     whole, chunked = errors
     assert chunked < 1.2 * whole < 0.01
-
-
-# ---- In place of the output layer ------------------------------------------------------------------------------------
 
 
 def check(monkeypatch, model, lm, tolerance=1e-12):

@@ -52,9 +52,6 @@ def go(name, model, run_dir, **flags):
     return run(NAMED[name], model, run_dir, **settings | flags)[1]
 
 
-# ---- In each of two processes ----------------------------------------------------------------------------------------
-
-
 def ranks(path):
     """Runs the jobs of a file, and writes beside each run directory what was counted: how often weights were gathered
     within each `unsharded`, gradients reduced before each optimizer step, and into how many groups the weights went."""
@@ -150,9 +147,6 @@ def two(folder, jobs, sharded=True):
     done = launch(torchrun(2), [__file__, "jobs.json"], folder, folder, timeout=400, **env)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(Path(f"{run_dir}.json").read_text()) for _, _, run_dir, _ in jobs], done.stdout
-
-
-# ---- Comparisons -----------------------------------------------------------------------------------------------------
 
 
 def flat(mapping):

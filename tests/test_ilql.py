@@ -30,9 +30,6 @@ end_errors inner_errors ends""".split()
 TERMS = ["loss", *LOSSES, *STATISTICS]
 
 
-# ---- Maths -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_weight_of_awac_is_a_constant():
     nll = tensor(0.7, 0.7, 0.7).requires_grad_()
     advantages = tensor(1e4, 0.2, -1e4).requires_grad_()
@@ -98,9 +95,6 @@ def test_loss_metrics_where_all_actions_end_or_none():
     assert none["td_error/inner"] == every["td_error/end"] == 2
 
 
-# ---- Returns ---------------------------------------------------------------------------------------------------------
-
-
 DIALOGUES = [
     {"dialogue": ["ab", "cd", "e", "f"], "reward": [1.7, -2], "truncated": False},
     {"dialogue": ["b", "cdefgh"], "reward": [0.1], "truncated": False},
@@ -141,9 +135,6 @@ def test_equal_returns_are_not_scaled(returns):
     rewards, report = scaled([([value], True) for value in returns])
     assert sum(rewards, []) == pytest.approx([0.0] * len(returns), abs=1e-12)
     assert "warning: all returns are equal (rows that are cut lose theirs): little can be learned" in report
-
-
-# ---- Losses of whole batches -----------------------------------------------------------------------------------------
 
 
 def make_policy(lm, two_qs=True):
@@ -244,9 +235,6 @@ def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two
         assert (one - other).abs().max() <= 1e-9 * other.abs().max()
 
 
-# ---- Heads -----------------------------------------------------------------------------------------------------------
-
-
 def test_heads_are_keyed_by_the_seed(build_model):
     lm = build_model("gpt2")
     one, same, other = (ilql.PolicyWithQ(lm, seed=seed).head_weights() for seed in (1, 1, 2))
@@ -297,8 +285,6 @@ def test_heads_of_another_model_are_refused(build_model, letters, tmp_path):
         with pytest.raises(InputError, match=f"^--model {tmp_path} cannot be loaded: .*{problem}"):
             ilql.load(args, str(tmp_path), "cpu")
 
-
-# ---- Guidance --------------------------------------------------------------------------------------------------------
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6]])
 BIGRAMS = random(25, 25, seed=4) > 0.3
@@ -362,9 +348,6 @@ def test_a_logit_mask_becomes_a_tensor(build_model):
     for mask in (BIGRAMS[:, :-1], BIGRAMS.long(), BIGRAMS[0], [[True], [True, False]], "mask.pt"):
         with pytest.raises(InputError, match=r"^--logit-mask must be bool of shape \[25, 25\]"):
             ilql.check_logit_mask(mask, build_model())
-
-
-# ---- The best beta ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

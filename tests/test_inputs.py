@@ -17,6 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import accelerate
 import numpy as np
@@ -722,6 +723,21 @@ def test_a_function_that_hangs(command):
     code, out, err = command("sft", "--metric user.py:result --eval-every 1", files=files)
     assert (code, err) == (130, "") and out.endswith("\nstopped; there was no checkpoint yet, so nothing is kept\n")
     assert not Path("run").exists()
+
+
+@pytest.mark.case(61, EVERY)
+def test_a_tracker_that_fails_in_the_middle_ends_the_run(command, monkeypatch):
+    """The same command goes on from the last checkpoint, and ends as a run without a tracker."""
+    code, _, err = command("sft", "--eval-every 1 --save-every 1 --run-dir plain")
+    assert code == 0, err
+    tracker = Mock()
+    tracker.log.side_effect = [None, None, None, ConnectionError("no network")]
+    monkeypatch.setattr(accelerate.tracking, "filter_trackers", lambda names, folder: names)
+    monkeypatch.setattr(accelerate.Accelerator, "init_trackers", lambda self, *args: self.trackers.append(tracker))
+    code, out, err = command("sft", "--eval-every 1 --save-every 1 --track wandb")
+    assert code == 1 and "ConnectionError: no network" in err
+    code, out, err = command("sft", "--eval-every 1 --save-every 1")
+    assert code == 0 and "continuing run from" in out and finished("run") == finished("plain"), out + err
 
 
 @pytest.mark.case(33)

@@ -59,9 +59,6 @@ def weights(run_dir):
 ROUNDING_OF_ADAM = torch.finfo(torch.float64).eps / 1e-8
 
 
-# ---- PPO: the start --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),
     [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
@@ -97,9 +94,6 @@ def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir
     first = [*ratios[0:3], *ratios[12:15]]
     assert max((ratio - 1).abs().max() for ratio in first) < 1e-12
     assert min((ratio - 1).abs().max() for ratio in ratios[3:12]) > 1e-3
-
-
-# ---- PPO: updates ----------------------------------------------------------------------------------------------------
 
 
 def test_the_plain_run_is_worth_comparing(gpt2_dir, tmp_path):
@@ -275,8 +269,6 @@ def test_ppo_with_an_end_token_of_id_zero(monkeypatch, letters, gpt2_dir, tmp_pa
             assert len(ids) == (ends[0] + 1 if ends else 7)
     assert any(0 < record["tokens/eos_rate"] < 1 for record in log(run_dir))
 
-
-# ---- SFT -------------------------------------------------------------------------------------------------------------
 
 COMPLETIONS = ["cdefgh", "a", "hij", "kl", "", "u", "abab"]
 ROWS = [{"prompt": p, "completion": c} for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]

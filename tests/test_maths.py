@@ -25,9 +25,6 @@ def ragged_mask():
     return torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
 
 
-# ---- Advantages ------------------------------------------------------------------------------------------------------
-
-
 def slow_gae(rewards, values, mask, gamma, lam):
     """The sum of GAE Eq. 16, term by term, over the tokens that count."""
     advantages = torch.zeros_like(values)
@@ -72,9 +69,6 @@ def test_masked_whiten_is_numpys(shift_mean):
     assert abs(kept.var() / kept.var(ddof=1) - 1) > 0.05  # else the biased variance would not be told from the other
 
 
-# ---- KL --------------------------------------------------------------------------------------------------------------
-
-
 def test_kl_penalty_golden():
     for kind, golden in {"kl": 0.5, "abs": 0.5, "mse": 0.125, "k3": 0.106531}.items():
         close(ppo.kl_penalty(tensor(-1.0), tensor(-1.5), kind), [golden], 5e-7)
@@ -94,9 +88,6 @@ def test_kl_and_k3_are_unbiased():
 def test_next_kl_coef_golden():
     for kl, golden in {12: 0.201024, 3: 0.198976, -5: 0.198976, 6: 0.2, 6.6: 0.2 * (1 + 0.1 * 0.0256)}.items():
         assert ppo.next_kl_coef(0.2, kl, 6, 10000, 256) == pytest.approx(golden, rel=1e-12)
-
-
-# ---- Rewards and losses ----------------------------------------------------------------------------------------------
 
 
 def test_score_is_placed_once_on_the_last_token():
@@ -150,9 +141,6 @@ def test_token_nll_computes_at_least_in_float32():
     assert (sft.token_nll(half, labels) == 0).sum() == 1
 
 
-# ---- Episodes --------------------------------------------------------------------------------------------------------
-
-
 def test_episodes_by_hand():
     """A line ends with its last trained token; columns are of trained tokens, row by row."""
     trained = [[True, True], [False, True, False], [True, False, True, True]]
@@ -175,9 +163,6 @@ def test_episodes_by_hand():
     assert batch.places([[(None, None, [])]]).tolist() == []
 
 
-# ---- Learning rate ---------------------------------------------------------------------------------------------------
-
-
 def test_learning_rate_closed_forms():
     def rates(steps, total=20, **flags):
         args = SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
@@ -197,9 +182,6 @@ def test_learning_rate_closed_forms():
     assert rates([0, 2], total=3, lr_schedule="linear", warmup_steps=3) == pytest.approx([2 / 3, 2.0])
     assert rates([3], total=3, lr_schedule="linear", warmup_steps=3) == [2.0]  # no division by zero
     assert rates([4, 5], lr_schedule="linear", warmup_steps=4, decay_steps=1) == [2.0, 0.0]
-
-
-# ---- Randomness ------------------------------------------------------------------------------------------------------
 
 
 def test_rng_depends_on_every_key_and_on_nothing_else():

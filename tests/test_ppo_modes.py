@@ -37,24 +37,18 @@ def build(family):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-# ---- Frozen blocks ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_blocks(family):
     """The top block and the norm behind it are trained."""
     lm = build(family)
     assert len(blocks(lm)) == LAYERS
+    with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
+        freeze(lm, 4)
     freeze(lm, 1)
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
     top_block = {name for name, _ in lm.named_parameters() if f".{LAYERS - 1}." in name}
     assert top_block < trained
     assert all("norm" in name or "ln_f" in name for name in trained - top_block)
-
-
-def test_more_unfrozen_layers_than_there_are():
-    with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
-        freeze(build("OPT"), 4)
 
 
 def test_blocks_are_not_the_experts_of_a_block():
@@ -76,9 +70,6 @@ def test_a_reference_of_its_own_keeps_its_blocks(monkeypatch, gpt2_dir, tiny_dir
         expected, _, _ = ppo.line_logprobs(reference, [[example] for example in batch.examples], 0.7)
     assert (batch.logprobs - expected).abs().max() > 0.5
     assert (batch.ref_logprobs - expected).abs().max() < 1e-9
-
-
-# ---- Rewards and scores ----------------------------------------------------------------------------------------------
 
 
 def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
@@ -158,9 +149,6 @@ def test_scores_without_spread_are_not_scaled(scaling, expected, rows):
     assert shaped.sum(1).tolist() == pytest.approx([expected] * rows, abs=1e-15)
 
 
-# ---- Where responses end ---------------------------------------------------------------------------------------------
-
-
 def test_limits_of_length(monkeypatch, gpt2_dir, tmp_path):
     rollouts = rolled(monkeypatch, ppo)
     run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=3, total_episodes=60)
@@ -192,9 +180,6 @@ def test_a_run_with_stop_strings(monkeypatch, letters, gpt2_dir, tmp_path):
             assert batch.truncated[row] == (not hit and output_ids[row][-1] != EOS)
             assert not any(stop in text[:-1] for stop in stops)
             assert output == re.sub("<...>", "", text[:-2] if hit else text)
-
-
-# ---- The update ------------------------------------------------------------------------------------------------------
 
 
 def test_early_stop_keeps_the_schedule(gpt2_dir, tmp_path):
@@ -239,8 +224,6 @@ def test_a_detached_value_does_not_train_the_trunk(gpt2_dir, tmp_path, detach):
         if "attn.bias" not in name:
             assert torch.equal(weight, large[name]) == (detach and name.startswith("model."))
 
-
-# ---- Reward models ---------------------------------------------------------------------------------------------------
 
 CLASSIFIERS = {
     "GPT2": {"n_embd": 12, "n_layer": LAYERS, "n_head": 2, "n_positions": 32},

@@ -73,9 +73,6 @@ def nll(lm, tokenizer, prompt, answer):
     return -logprobs[:-1].gather(1, ids[0, 1:, None])[begin - 1 :, 0]
 
 
-# ---- First numbers ---------------------------------------------------------------------------------------------------
-
-
 def test_first_losses_are_those_of_plain_forward_passes(folder, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -117,9 +114,6 @@ def test_before_the_first_update_nothing_differs_from_the_reference(tmp_path, pr
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6 if precision == "no" else 5e-3)
 
 
-# ---- What is trained and exported ------------------------------------------------------------------------------------
-
-
 def test_an_export_chats_in_a_pipeline(tmp_path):
     run("sft", tmp_path / "run")
     chat = pipeline("text-generation", str(tmp_path / "run/hf_model"))
@@ -147,9 +141,6 @@ def test_four_bits_and_top_blocks(folder, tmp_path):
     after = weights(tmp_path / "top/hf_model")
     changed = [name for name, weight in weights(folder).items() if not weight.equal(after[name])]
     assert changed and all(".layers.28." in name or ".layers.29." in name or ".norm." in name for name in changed)
-
-
-# ---- Layouts and kills -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algo", ["sft", "grpo", "ppo"])

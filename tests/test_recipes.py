@@ -190,8 +190,6 @@ def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
         assert batch.advantages[rows].count_nonzero() == 2 * min(16, is_different.sum())
 
 
-# ---- Rollouts of your own --------------------------------------------------------------------------------------------
-
 FILES = dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", TEXT, flags=re.S))
 CALLED = {  # file: pattern of the outputs of its rollouts
     "my_tool.py": r"<\d+\*\d+>\[\d+\]",

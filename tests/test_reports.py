@@ -273,7 +273,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     # the first lines, and the status
     printed = " ".join(process.out.split())  # the table breaks lines between words
     assert printed.startswith(f"{algo} {SIZES[algo]}; {TYPES} flags --")
-    assert ", --warmup-steps 3, " in printed
+    assert " --warmup-steps 3, " in printed
     for part in f"{SUMMARY[algo]} samples at step 0 ".split("..."):
         _, found, printed = printed.partition(" ".join(part.split()))
         assert found, part

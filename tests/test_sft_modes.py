@@ -50,9 +50,8 @@ def test_processes_share_lines_of_similar_lengths(packing, processes):
     """Every row once, equally many micro-batches in each process: else FSDP, which gathers the weights in each forward
     pass, would wait forever. What fills up has no label. A micro-batch has no more tokens, with padding, than two of
     the longest, 26; after 13, a line of less than 3/4 of its longest begins another."""
-    batch = [
-        ([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate([5, 2, 11, 3, 7, 13, 4])
-    ]
+    lengths = [5, 2, 11, 3, 7, 13, 4]
+    batch = [([place] * length, [-100] + [place] * (length - 1)) for place, length in enumerate(lengths)]
     parts = []
     for process in range(processes):
         accelerator = SimpleNamespace(process_index=process, num_processes=processes)

@@ -24,9 +24,6 @@ SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
 COUNTDOWN = "3,5,7:22="
 
 
-# ---- Random walks: graph and scores ----------------------------------------------------------------------------------
-
-
 def test_reference_levels():
     """Those of the table of trlX's own generator: the data, the best walk of each start, and the shortest walks."""
     graph = randomwalks.graph()
@@ -39,10 +36,7 @@ def test_reference_levels():
     assert round(mean(scores), 4) == 0.3515
     assert round(mean(best.values()), 4) == 0.9917
     assert mean(graph.shortest.values()) == pytest.approx(3.65)
-
-
-def test_unreachable_goal_is_an_error_that_names_the_graph_seed():
-    with pytest.raises(ValueError, match="graph_seed=3:"):
+    with pytest.raises(ValueError, match="graph_seed=3:"):  # where the goal cannot be reached
         randomwalks.pairs(graph_seed=3)
 
 
@@ -64,9 +58,6 @@ WALKS = [  # walk, its score, whether it is legal
 def test_score_of_hand_made_walks(walk, score, is_legal):
     assert randomwalks.optimality(walk) == pytest.approx(score)
     assert randomwalks.is_legal(walk) == is_legal
-
-
-# ---- Random walks: rows ----------------------------------------------------------------------------------------------
 
 
 def test_row_contents():
@@ -142,9 +133,6 @@ def test_tokenizer(tmp_path, letters):
     assert t.decode([21, 1, 24, 22]) == "<bos>b<unk><eos>"
 
 
-# ---- Arithmetic: scores ----------------------------------------------------------------------------------------------
-
-
 SCORES = [  # prompt, output, whether it is right, whether it is written as a solution is
     (SUM, f"{SUM_STEPS}#0912", True, True),
     (SUM, "6+6=12,7+3+0=10,6+2+1=09#0902", False, True),  # the systematic error
@@ -187,9 +175,6 @@ def test_shuffled_rewards_are_those_of_other_samples():
     assert mean(x == y for x, y in zip(true, shuffled, strict=True)) == pytest.approx(chance, abs=0.1)
     other = arithmetic.shuffled_reward(["", *outputs[1:]], prompts, outputs)
     assert mean(x == y for x, y in zip(other, shuffled, strict=True)) < 0.75  # another order
-
-
-# ---- Arithmetic: rows ------------------------------------------------------------------------------------------------
 
 
 def problem_of(prompt):
@@ -236,6 +221,11 @@ def numbers_and_target(prompt):
 
 
 def test_solutions_of_countdowns_claim_the_first_attempt():
+    """Enough attempts arrive at what is asked."""
+    for row in arithmetic.eval_prompts("countdown"):
+        numbers, target = numbers_and_target(row["prompt"])
+        values = [*arithmetic.attempts(tuple(sorted(numbers))).values()]
+        assert values.count(target) >= arithmetic.RIGHT_SHARE * len(values)
     rows = arithmetic.solutions("countdown")
     false_claims = 0
     for row in rows:
@@ -256,13 +246,6 @@ def test_solutions_of_countdowns_claim_the_first_attempt():
     assert share == pytest.approx(arithmetic.WRONG_SHARE["countdown"], abs=0.02)
     for row in arithmetic.solutions("countdown", count=2000, wrong_share=0.0):
         assert arithmetic.is_right(row["prompt"], row["completion"]) == row["completion"].endswith("#")
-
-
-def test_enough_attempts_arrive_at_what_is_asked():
-    for row in arithmetic.eval_prompts("countdown"):
-        numbers, target = numbers_and_target(row["prompt"])
-        values = [*arithmetic.attempts(tuple(sorted(numbers))).values()]
-        assert values.count(target) >= arithmetic.RIGHT_SHARE * len(values)
 
 
 @pytest.mark.parametrize("level", arithmetic.LEVELS)
@@ -288,9 +271,6 @@ def test_right_samples_become_rows(tmp_path):
         assert arithmetic.is_right(row["prompt"], row["completion"])
 
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("task", "parameters"), [(randomwalks, 1_512_720), (arithmetic, 238_272), (calculator, 232_032)]
 )
@@ -308,9 +288,6 @@ def test_untrained_model_is_drawn_once(task, parameters, tmp_path, monkeypatch):
     assert Path(path, "model.safetensors").read_bytes() == Path(first, "model.safetensors").read_bytes()
     monkeypatch.setattr(characters, "draw_gpt2", None)  # it is not drawn again
     assert task.untrained_model() == path
-
-
-# ---- Calculator ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", calculator.KINDS)
@@ -366,9 +343,6 @@ def test_a_base_model_is_made_again_by_its_command(accelerator, letters, scripts
     found = loss_of(tmp_path / "run/hf_model")
     assert found == pytest.approx(loss_of(randomwalks.base_model()), abs=0.005)
     assert found < 1.5 < 3 < loss_of(randomwalks.untrained_model())
-
-
-# ---- Shapes ----------------------------------------------------------------------------------------------------------
 
 
 def test_drawings_are_recognised():

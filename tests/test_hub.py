@@ -161,9 +161,8 @@ def test_an_adapter_keeps_the_revision_of_its_base(run, work):
     command = f"{SFT} --eval-every 0 --lr 1e-30"
     run(f"{command} --model org/walker --revision v2 --lora-r 2 --run-dir adapter")
     run(f"{command} --model adapter/hf_model --run-dir further", f"{command} --model org/walker --run-dir newest")
-    found, further, newest = (
-        [line["train/loss"] for line in log(work / name)] for name in ("adapter", "further", "newest")
-    )
+    runs = ("adapter", "further", "newest")
+    found, further, newest = ([line["train/loss"] for line in log(work / name)] for name in runs)
     assert further == pytest.approx(found, rel=1e-6) and newest != pytest.approx(found, rel=1e-2)
 
 
@@ -183,8 +182,8 @@ def test_splits_of_a_dataset(run, work):
 
 def test_a_classifier_as_the_reward(run, work):
     """The same run as with directories; --revision is that of the model, the classifier has no v2."""
-    names = ["--model v2 --reward ./judge:GOOD", "--model org/walker --revision v2 --reward org/judge:GOOD"]
-    names += ["--model org/walker --revision v2 --reward org/judge:BAD"]
+    there = "--model org/walker --revision v2 --reward org/judge"
+    names = ["--model v2 --reward ./judge:GOOD", f"{there}:GOOD", f"{there}:BAD"]
     run(*(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
     directory, good, bad = ((work / f"ppo-{number}/metrics.jsonl").read_text() for number in range(3))
     assert directory == good != bad
@@ -196,8 +195,8 @@ def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
     refs = work / "HF_HOME/hub/models--org--walker/refs/main"
     command = f"{SFT} --eval-every 0 --model org/walker --run-dir commits --total-steps 4 --save-every 2 --lr 1e-3"
     run(command)
-    (work / "commits/README.md").unlink()  # as if it had been stopped
-    shutil.rmtree(work / "commits/checkpoints/step_00000004")
+    for name in ("hf_model", "checkpoints/step_00000004"):  # as if it had been stopped
+        shutil.rmtree(work / "commits" / name)
     refs.write_text(commit("v2"))
     try:
         [err] = run(command, code=2)

@@ -7,7 +7,6 @@ tokens, with marks for what is trained. Rows that are refused are in test_inputs
 import functools
 import gzip
 import json
-import os
 import pickle
 import re
 from itertools import groupby, product
@@ -810,18 +809,6 @@ def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
         assert load_rows(name, "--dataset") == rows
     (tmp_path / "rows.txt").write_text("a\x0bb\r\n\u2028c")
     assert load_rows("rows.txt", "--dataset") == [{"text": "a\x0bb"}, {"text": "\u2028c"}]
-
-
-def test_a_file_that_is_replaced_is_read_anew(tmp_path, monkeypatch):
-    """With the same size and time stamp, as unzip and rsync leave them."""
-    monkeypatch.chdir(tmp_path)
-    for kind in ("csv", "json", "parquet"):
-        for text in ("ab", "cd"):
-            path = tmp_path / f"rows.{kind}"
-            table = datasets.Dataset.from_list([{"text": text}])
-            getattr(table, f"to_{kind}")(str(path))
-            os.utime(path, (1, 1))
-            assert load_rows(path.name, "--dataset") == [{"text": text}]
 
 
 def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):

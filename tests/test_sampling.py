@@ -130,28 +130,18 @@ def slow_sample(lm, query, row_uniforms, temperature):
     return ids
 
 
-def test_logits_that_are_not_finite_are_an_error(build_model, letters):
-    model = build_model()
-    queries = prompts(3, 5)
-    u = uniforms(2, 7)
-    model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
-    sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
-    model.generation_config.eos_token_id = None
-    with pytest.raises(NotFinite, match=re.escape(sentence)):
-        sample(model, letters, queries, u, [7, 7])
-    [response] = sample(model, letters, queries[:1], u[:1], [3])  # a row that does not get there
-    assert len(response) == 3
-
-
-def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, letters, monkeypatch):
-    """Nor does decoding go on behind the end of the last row."""
+def test_logits_that_are_not_finite_are_an_error(build_model, letters, monkeypatch):
+    """Behind the end of a row they are not looked at, nor does decoding go on behind the end of the last row."""
     monkeypatch.setattr(sampling, "LEAVING", 0)
     lm = build_model()
     lm.generation_config.eos_token_id = None
     queries = prompts(3, 5)
     u = uniforms(2, 9)
     expected = sample(lm, letters, queries, u, [9, 9])
-    lm.transformer.wpe.weight.data[6] = math.nan
+    lm.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
+    sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
+    with pytest.raises(NotFinite, match=re.escape(sentence)):
+        sample(lm, letters, queries, u, [9, 9])
     calls = []
     lm.register_forward_hook(lambda *_: calls.append(1))
     assert sample(lm, letters, queries, u, [4, 2]) == [expected[0][:4], expected[1][:2]]
@@ -283,8 +273,8 @@ def test_stops_are_found_where_the_slow_definition_finds_them(kind):
     assert found > 30
 
 
-STOPS = [  # kind of tokenizer, ids or tokens, stop string, how many of them complete it
-    *(("byte-level", "a ж字b", stop, length) for stop, length in (("ж", 4), ("字", 7), (" ж字", 7), ("字b", 8))),
+STOPS = [  # kind of tokenizer, text or tokens, stop string, how many of them complete it
+    *(("byte-level", "a ж字b", stop, length) for stop, length in (("ж", 4), (" ж字", 7), ("字b", 8))),
     # not to be seen in the last tokens alone: a cut character makes others unreadable
     ("sentencepiece", [FEW_BYTES[0], *FEW_BYTES[2:5] * 5, FEW_BYTES[0]], "€A", 17),
     ("sentencepiece", ["hel", "lo", "▁"], " ", 3),  # a blank that is dropped at the beginning
@@ -341,12 +331,8 @@ def test_texts(letters):
     assert given.pop("tokenizer") is letters
     expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
     assert given == expected | {"output_ids": [[4, 5, 6], []]}
-
-
-def test_blanks_before_a_stop_are_stripped():
-    tokenizer = build_tokenizer("byte-level")
-    texts = [" a b \n\nUser: c", "end. ", "<|user|>a"]
-    responses = [tokenizer(text).input_ids for text in texts]
+    tokenizer = build_tokenizer("byte-level")  # blanks before a stop are stripped
+    responses = [tokenizer(text).input_ids for text in (" a b \n\nUser: c", "end. ", "<|user|>a")]
     queries = [tokenizer("hello").input_ids] * 3
     assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "a"]
     assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", "a"]

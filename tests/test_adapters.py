@@ -310,12 +310,6 @@ def test_the_base_of_an_adapter_is_part_of_the_run(lora, gpt2_dir, tmp_path):
     assert files_of_flag(f"{adapter}:GOOD") == named
 
 
-def test_adapters_of_a_tied_output_layer_are_not_to_be_merged(build_model):
-    """They change the output layer alone, but a merged weight would be that of the embedding, too: peft says so."""
-    with pytest.warns(UserWarning, match="a tied layer is part of the adapter.* when merging the adapter"):
-        adapted(build_model("gpt2"), lora_r=3, lora_targets=("lm_head", "c_attn"))
-
-
 def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tmp_path):
     """transformers reads the end tokens of its base, which may be others."""
     shutil.copytree(gpt2_dir, tmp_path / "base")

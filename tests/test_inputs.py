@@ -44,7 +44,6 @@ SAMPLED, ROLLED, READ, PROMPTED = "sft ppo grpo dpo ilql", "ppo grpo", "sft rewa
 LOADERS = f"{TEXT.replace(' ', ',')} ddpo"  # one function loads the models of the others
 INF = float("inf")
 
-# ---- Commands, rows and functions ------------------------------------------------------------------------------------
 
 COMMON = """--model model --dataset rows.jsonl --batch-size 4 --save-every 0 --eval-every 0 --threads 1 --run-dir run
 --warmup-steps 0"""
@@ -123,8 +122,6 @@ def rows_with(*changes):
 def second(row, **changes):
     return [row, row | changes]
 
-
-# ---- Models ----------------------------------------------------------------------------------------------------------
 
 WEIGHT = "transformer.h.1.mlp.c_fc.weight"
 NORM, CONV = "transformer.ln_f", "conv_in.weight"
@@ -235,9 +232,6 @@ def models(tmp_path_factory, tiny_dirs, build_pipeline):
     return find
 
 
-# ---- How a row is run ------------------------------------------------------------------------------------------------
-
-
 def handlers():
     return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
@@ -337,8 +331,6 @@ def rows_of(table):
             parameters.append(pytest.param(algo, row, marks=marks, id=f"{row.case}-{about[:40]}-{algo}"))
     return parameters
 
-
-# ---- What functions of common/ refuse --------------------------------------------------------------------------------
 
 USER = user("b")
 ANSWER = answer("c")
@@ -517,11 +509,9 @@ for messages, sentence in NO_CHATS:
 NO_COLUMNS = [  # what reads the row, the row, what is said
     (queries, {"Prompt": "b"}, "Prompt; expected prompt"),
     (segments, {"body": "b"}, "body; expected text, prompt and completion, messages, or dialogue"),
-    (segments, {"prompt": "b", "reward": 1}, "prompt, reward; expected completion"),
     (segments, {"prompt": [USER]}, "prompt; expected completion"),
     (pairs, {"prompt": "b", "good": "c"}, "prompt, good; expected chosen and rejected"),
     (pairs, {"chosen": [USER]}, "chosen; expected rejected"),
-    (pairs, {"prompt": "b", "chosen": "c"}, "prompt, chosen; expected rejected"),
 ]
 
 
@@ -558,8 +548,6 @@ def test_rewards_and_margins_that_are_refused(letters):
         with refused(f"--dataset row 2: 'margin' must be a finite number, not {value!r}"):
             reward.encode_texts(second(MARGIN, margin=value), letters, 32, "--dataset")
 
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
 
 CHECK = "--check --eval-every 1"  # calls all functions of the user
 BAD_REWARD = f"{CHECK} --reward user.py:result"
@@ -638,9 +626,6 @@ def test_refused(algo, row, command, here):
     assert not (here / "run").exists() and not (here / "marker").exists()
 
 
-# ---- What works ------------------------------------------------------------------------------------------------------
-
-
 LAST_TOKEN = "[0] * (len(ids) - 1) + [i != 1]"  # the reward of a response comes with its last token
 MIXED = returning(f"[np.array({LAST_TOKEN}) if i else 1.0 for i, ids in enumerate(output_ids)]")
 TIE = {"chosen": "b", "rejected": "c", "margin": 0.0}
@@ -702,8 +687,6 @@ def test_works(algo, row, command, here, monkeypatch, bf16):
     for name, value in dict(row.values).items():
         assert {record[name] for record in records if name in record} == {value}, name
 
-
-# ---- Faults that a table does not hold -------------------------------------------------------------------------------
 
 PLACES = {  # how the error of a loss says where it was
     **dict.fromkeys(READ.split(), r"rows \[\d"),
@@ -797,9 +780,6 @@ def test_a_coefficient_that_overflows_stops_the_run(command):
     with pytest.raises(FloatingPointError, match="step [12]: gradient norm .*; the last checkpoint is intact"):
         command("ppo", "--kl-coef 1e30 --kl-target 6 --kl-horizon 4 --lr 0.3")
     assert not Path("run/hf_model").exists()
-
-
-# ---- Processes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case(69)

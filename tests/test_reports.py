@@ -38,7 +38,6 @@ from common.logging import Run, draw_curves
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
 
-# ---- What is expected ------------------------------------------------------------------------------------------------
 
 PAIRS = "rewards/chosen rewards/rejected rewards/margins rewards/accuracies"
 EVALUATED = {  # metrics of an evaluation, behind eval/
@@ -153,9 +152,6 @@ def means(algo, rows):
         margins = [row["chosen_score"] - row["rejected_score"] for row in rows]
         return {"accuracy": fmean(margin > 0 for margin in margins), "margin": fmean(margins)}
     return {name: fmean(row[name] for row in rows) for name in {"vowels", "reward", "red"} & rows[0].keys()}
-
-
-# ---- A run of each script --------------------------------------------------------------------------------------------
 
 
 @each_script
@@ -327,9 +323,6 @@ def test_the_lines_of_use_run(algo, whole, scripts, work):
         assert Image.open(work / "sample.png").size == (24, 8)
 
 
-# ---- Other flags -----------------------------------------------------------------------------------------------------
-
-
 @each_script
 def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
     assert typed(algo, "--check") == ({}, None)
@@ -422,19 +415,6 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
     assert calls == [references] * 2
 
 
-@pytest.mark.parametrize(
-    ("algo", "words", "said"),
-    [("ppo", "--ref-model MODEL", "a model of its own"), ("grpo", "--kl-coef 0", "none")],
-)
-def test_other_summaries(algo, words, said, typed, work, capsys):
-    words = words.replace("MODEL", str(work / "model"))
-    typed(algo, words, "--check", "--eval-every", 0)
-    assert f" reference {said} data " in " ".join(capsys.readouterr().out.split())
-
-
-# ---- Trackers --------------------------------------------------------------------------------------------------------
-
-
 def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     """The images of an evaluation are the files of the run, one for each set."""
     tracker = Mock()
@@ -459,9 +439,6 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     for (at, shown), (step, name) in zip(images, product((0, 4, 6), ("captions", "eval")), strict=True):
         sheet = np.asarray(Image.open(folder / f"images/step_{step:08d}_{name}.png"))
         assert at == step and np.array_equal(shown[f"eval/images_{name}"], sheet[None])
-
-
-# ---- Terminal --------------------------------------------------------------------------------------------------------
 
 
 def in_terminal(shell, cwd):
@@ -508,12 +485,6 @@ def test_the_line_is_drawn_where_all_output_goes_to_a_terminal(tmp_path):
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")  # the cursor is there
 
 
-def test_names_of_columns_are_no_markup():
-    """And no escape sequences, in the terminal and the card."""
-    text = terminal.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=terminal.WIDEST)
-    assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
-
-
 def test_a_table_loses_no_letter(monkeypatch):
     """Also of words that are wider than a column, as those of chats are. It breaks between others."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -554,8 +525,6 @@ def test_libraries_are_silent(algo, word, work, tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and "check passed" in done.stdout
 
 
-# ---- Picture ---------------------------------------------------------------------------------------------------------
-
 PPO = [
     {"step": 0, "eval/reward": 0.25, "eval/vowels": 1.0},
     {"step": 4, "objective/scores": 0.3, "objective/kl": 0.0, "loss/policy": -0.1, "optim/lr": 0.5},
@@ -587,17 +556,6 @@ def test_panels_of_a_run(drawn):
     assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
     assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
-
-def test_panels_share_names(drawn):
-    """Of four metrics that are asked for: with others of their last name."""
-    names = "eval/x@beta=4 losses/loss rewards/loss losses/loss_v eval/x@beta=0 eval/y@beta=0 eval/z/loss".split()
-    records = [{"step": step, **dict.fromkeys(names, step + 0.5)} for step in range(3)]
-    _, found = drawn(records, names[:4])
-    together = ["eval/x@beta=4 eval/x@beta=0", "losses/loss rewards/loss eval/z/loss", "losses/loss_v", "eval/y@beta=0"]
-    assert [" ".join(lines) for lines in found.values()] == together
-
-
-# ---- Card ------------------------------------------------------------------------------------------------------------
 
 ENV = {
     "algo": "ppo", "command": "python algos/ppo.py --lr 1e-5", "processes": 1, "commit": "abc", "device": "a CPU",
@@ -658,8 +616,12 @@ def test_the_command_of_a_card_names_its_launcher(monkeypatch):
 NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]
 
 
-def test_samples_are_no_markup():
-    """What a model writes is shown as it is; control characters are written out."""
+def test_samples_and_names_of_columns_are_no_markup():
+    """What a model writes is shown as it is, but for the middle of long texts; control characters are written out."""
+    text = terminal.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=terminal.WIDEST)
+    assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
+    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
+    assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]
     for text in NASTY:
         shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
         sample = {"step": 4, "prompt": text, "output": text, "reward": 0.12345}
@@ -667,11 +629,6 @@ def test_samples_are_no_markup():
         (block,) = [token for token in MarkdownIt("commonmark").parse(card) if token.type == "code_block"]
         last = block.content.splitlines()[-1]
         assert last.count(shown) == 2 and last.split()[0] == "4" and last.split()[-1] == "0.123"
-
-
-def test_long_and_empty_samples():
-    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
-    assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

@@ -18,7 +18,7 @@ from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
-from common.cli import InputError, call_function, sampled_part
+from common.cli import InputError, sampled_part
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
@@ -143,18 +143,20 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
 
 @both
 def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
-    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone."""
+    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone. Coroutines
+    share a loop, to which a client that they keep belongs."""
     seen = []
+    loops = set()
 
     async def game(sample, prompt_ids, seeds, goal, prompts, temperature, max_new_tokens, model, **columns):
-        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
         seen.append((seeds, temperature))
         assert len(goal) == len(prompts) == len(prompt_ids) and max_new_tokens == 9 and model.config.vocab_size
         goal[0] = "changed"  # a copy
         return once(sample, prompt_ids), {"won": [seed % 2 for seed in seeds], "asked": prompts}
 
     async def reward(won, goal, asked, prompts, **columns):
-        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
         assert asked == prompts and {*goal} == {"g"}
         return [float(x) for x in won]
 
@@ -165,7 +167,7 @@ def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
     flags = {"rollout": game, "reward": reward, "metric": metric, "eval_every": 4, "total_episodes": 24}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", dataset=rows, temperature=0.7, eval_temperature=0.5, **flags)
     first, *_ = log(run_dir)
-    assert first["eval/reward"] == first["eval/won"]
+    assert first["eval/reward"] == first["eval/won"] and len(loops) == 1
     rolled = [seeds for seeds, temperature in seen if temperature == 0.7]
     evaluated = [seeds for seeds, temperature in seen if temperature == 0.5]
     assert len({*rolled[0], *rolled[1]}) == 24 and evaluated[0] == evaluated[1] != rolled[0][:7]
@@ -328,17 +330,6 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
-
-
-def test_coroutines_share_a_loop():
-    held = []
-
-    async def waits(outputs):
-        held or held.append(asyncio.Queue(1))
-        await held[0].put(1)
-        return [await held[0].get()]
-
-    assert [call_function(waits, "f", [{"prompt": ""}], {"outputs": [""]}) for _ in range(3)] == [[1]] * 3
 
 
 def test_parts_of_what_was_sampled():

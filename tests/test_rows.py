@@ -1,7 +1,8 @@
 """Rows to token ids, labels, actions and prompt lengths: `python -m pytest tests/test_rows.py`
 
 Every form of row that a script accepts, through the script's own function. Tables hold a row and the text of its
-tokens, with marks for what is trained. Rows that are refused are in test_inputs.py.
+tokens, with marks for what is trained. Then come templates as models have them, files, and what each script reads.
+Rows that are refused are in test_inputs.py.
 """
 
 import functools
@@ -37,9 +38,6 @@ LM = SimpleNamespace(config=GPT2Config(n_positions=32), modules=list)  # scripts
 
 def refused(sentence):
     return pytest.raises(InputError, match=f"^{sentence}")
-
-
-# ---- Rows as texts with marks ----------------------------------------------------------------------------------------
 
 
 def text_of(tokenizer, ids):
@@ -98,8 +96,6 @@ def begun(text, specials):
         return text
     return text.replace("[", "[^", 1) if text[0] == "[" else "^" + text
 
-
-# ---- Prompts with outputs --------------------------------------------------------------------------------------------
 
 FORMS = [  # row, its text, rewards of the actions; None: 2 for the last one. A row that is not truncated has ended.
     ({"prompt": "ab", "completion": "cd"}, "[ab]cd.", None),
@@ -208,9 +204,6 @@ def test_a_beginning_token_that_also_ends(letters):
     assert pairs_of(rows, tokenizer)[0] == ["^|c^|d^", "^ab|c^|d^"]
 
 
-# ---- Rows that are too long ------------------------------------------------------------------------------------------
-
-
 def rows_of(columns, *values, **more):
     return [dict(zip(columns.split(), texts, strict=True)) | more for texts in values]
 
@@ -257,8 +250,6 @@ def test_a_long_episode_ends_in_a_state_whose_value_is_learnt(letters):
         assert with_actions([row], letters, max_length)[0] == [(text, rewards, False)]
 
 
-# ---- Encoder-decoders ------------------------------------------------------------------------------------------------
-
 ENCODED = [  # what the tokenizer adds, prompt, output, max_length, text, how many rows are cut, whether it is whole
     ("$A", "ab", "cd", 99, "[ab]cd.", 0, True),
     ("$A <eos>", "ab", "cd<eos>", 99, "[ab.]cd.", 0, True),
@@ -282,14 +273,6 @@ def test_rows_of_an_encoder_decoder(letters):
         _, (query,) = encode_prompts([{"prompt": prompt}], tokenizer, 5, 32, "", encoder=True)
         assert cut or text.startswith(f"[{text_of(tokenizer, query)}]")
 
-
-def test_what_the_template_does_not_mark_is_not_trained(letters):
-    marks = "{% generation %}{{ m.content }}{% endgeneration %} "
-    letters.chat_template = TEMPLATE.replace("{{ m.content }}{{ eos_token }}", marks)
-    assert with_labels([{"messages": [AB, CD]}], letters)[0] == ["[^u]ab[<unk>s]cd[<unk>]"]
-
-
-# ---- Prompts to sample from ------------------------------------------------------------------------------------------
 
 ROOM = [  # prompt of row 2, new tokens, options, what becomes of it
     ("abc", 30, {}, "row 2: a prompt of 3 tokens"),
@@ -326,8 +309,6 @@ def test_prompts_without_a_token(letters):
     with refused(sentence):
         pairs_of(rows, letters)
 
-
-# ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 CHAT_PAIR = {"prompt": [AB], "chosen": [CD], "rejected": [F]}
 PAIRS = [  # row, prompt|chosen|rejected
@@ -465,8 +446,6 @@ def test_rows_that_are_too_short(chatty):
         with refused(f"--dataset:? {sentence}"):
             encode(rows, chatty, 3)
 
-
-# ---- Templates of models ---------------------------------------------------------------------------------------------
 
 # Like Qwen 2.5: a system message of its own, tools in it, calls of tools, and their results in turns of the user.
 TOOLS = r"""
@@ -656,14 +635,13 @@ def test_a_prompt_that_ends_with_an_assistant_message_goes_on_in_it(template):
 
 def test_a_template_that_opens_an_answer_with_what_it_leaves_out_of_it():
     tokenizer = build_tokenizer(R1)
-    rows = [{"prompt": CHAT[:1], "completion": [answer("Yes")], "chosen": [answer("Yes")], "rejected": [answer("No")]}]
+    row = {"prompt": CHAT[:1], "chosen": [answer("Yes")], "rejected": [answer("No")]}
+    row |= {"completion": [answer("Yes")], "reward": 1}
     for encode in (with_labels, with_actions, pairs_of, scored):
         with refused(r"--dataset row 1: .* '<think>' becomes 'Yes<\|im_end\|>.n' when the chat goes on: give texts"):
-            encode([{column: rows[0][column] for column in COLUMNS[encode]} | {"reward": 1}], tokenizer)
+            encode([row], tokenizer)
 
 
-COLUMNS = dict.fromkeys((with_labels, with_actions), ("prompt", "completion"))
-COLUMNS |= dict.fromkeys((pairs_of, scored), ("prompt", "chosen", "rejected"))
 LENIENT = SMOL.replace("m.content", "(m.content or '')")
 LEFT_OUT = [  # template, messages, tools; what it leaves out
     (SMOL, [user("a"), CALLING, turn("tool", "5"), answer("b")], ADD, ["tool_calls of assistant", "tools"]),
@@ -752,8 +730,6 @@ def test_pairs_and_queries_are_the_chats_of_the_template(template):
         (asked,), (query,) = encode_prompts([{"prompt": CHAT[:3], "tools": tools}], tokenizer, 5, 999, "--dataset")
         assert query == prompt and asked["prompt"] == tokenizer.decode(prompt)
 
-
-# ---- Files and sets --------------------------------------------------------------------------------------------------
 
 LINES = [{"text": "ab"}, {"text": "cd"}]
 
@@ -925,8 +901,6 @@ def test_prompts_of_lines():
     with refused("--dataset has only blank lines$"):
         ddpo.with_prompts([{"text": " "}], "--dataset")
 
-
-# ---- What each script reads ------------------------------------------------------------------------------------------
 
 LONG = {"prompt": "ab", "completion": "c" * 40, "chosen": "c" * 40, "rejected": "d", "reward": 1}
 READ = {sft: "examples", ilql: "episodes", dpo: "pairs"}

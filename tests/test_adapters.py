@@ -476,9 +476,6 @@ def test_four_bits(wide_dir, tmp_path, monkeypatch):
     checkpoint = str(min((run_dir / "checkpoints").iterdir()))
     _, again = run(sft, wide_dir, tmp_path / "again", load_in_4bit=True, resume=checkpoint, **flags)
     assert log(again) == found[-1:]
-
-
-def test_four_bits_of_a_classifier(wide_dir, tmp_path):
-    _, run_dir = run(reward, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
+    _, run_dir = run(reward, wide_dir, tmp_path / "classifier", load_in_4bit=True, lora_r=3)
     lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model", num_labels=1)
     assert type(lm.model.layers[1].mlp.down_proj.base_layer).__name__ == "Linear"

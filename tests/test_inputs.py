@@ -251,13 +251,11 @@ def here(tmp_path, monkeypatch):
 
 def fill(folder, models, algo, model="model", files=()):
     """Model, rows and functions; files {name: text, rows, or a function of the script that gives these}; and what some
-    rows name: models that do not fit, photos, a run."""
+    rows name: models that do not fit, a run."""
     (folder / "model").symlink_to(models(algo, model))
     for name in OTHERS:
         (folder / name).symlink_to(models("ppo", name))
-    for name in ("photos", "runs/x/hf_model"):
-        (folder / name).mkdir(parents=True)
-    (folder / "photos/cat.jpg").write_text("meow")
+    (folder / "runs/x/hf_model").mkdir(parents=True)
     (folder / "runs/x/config.yaml").write_text("lr: 1\n")
     files = {"user.py": USER_FILE, "rows.jsonl": ROWS[algo], "prompts.jsonl": PROMPTS} | dict(files)
     for name, content in files.items():
@@ -366,16 +364,14 @@ def scores_of(values, lengths=None):
     return scores
 
 
-def test_any_kind_of_number_is_a_float():
+def test_what_a_reward_may_return():
+    """Any kind of numbers, which become floats, alone or with other columns."""
     tensor = torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True)
     for numbers in ([True, 0, np.float32(1), np.int64(1)], np.array([1, 0, 1, 1]), tensor):
         scores = scores_of(numbers)
         assert scores == [1.0, 0.0, 1.0, 1.0] and {type(score) for score in scores} == {float}
     dense = [np.array([0, 1]), 1, [True], torch.tensor([0.0, 1.0])]
     assert scores_of(dense, [2, 5, 1, 2]) == [[0.0, 1.0], 1.0, [1.0], [0.0, 1.0]]
-
-
-def test_scores_with_other_columns():
     scores, others = call_reward(lambda: {"good": [1, 2, 3, 4], "score": (4, 3, 2, 1)}, "r.py:f", PROMPTS, {})
     assert scores == [4.0, 3.0, 2.0, 1.0] and others == {"good": [1.0, 2.0, 3.0, 4.0]}
     for bad, size, sentence in (("step", 4, "the name 'step', which is taken"), ("x", 1, "'x': [1.0] is not that")):
@@ -604,7 +600,6 @@ REFUSED = [
     entry(55, "sft", "--dataset nope/ cannot be loaded: there is no such file or dir", "--dataset nope/"),
     common(22, EVERY, f"--run-dir rows.jsonl/run {WRITTEN}", "--run-dir rows.jsonl/run"),
     common(58, EVERY, ["--run-dir ", WRITTEN], "--run-dir b\0c"),
-    common(58, EVERY, f"--run-dir photos {WRITTEN}it holds files but no run", "--run-dir photos"),
     entry(58, LOADERS, "--model runs/x is a run directory: give runs/x/hf_model", "--model runs/x"),
     entry(60, "ddpo", [LOADED, "trust_remote_code"], model="code"),
     entry(64, "sft reward", "--load-in-4bit", "--load-in-4bit"),

@@ -18,7 +18,7 @@ from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
-from common.cli import InputError, sampled_part
+from common.cli import InputError
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
@@ -58,10 +58,8 @@ def cut(sample, prompt_ids, tokenizer):
 
 
 def vowels(outputs, output_ids, **columns):
-    return [
-        0.3 * sum(letter in "aeiou" for letter in text) + 0.01 * len(ids)
-        for text, ids in zip(outputs, output_ids, strict=True)
-    ]
+    counts = [sum(letter in "aeiou" for letter in text) for text in outputs]
+    return [0.3 * count + 0.01 * len(ids) for count, ids in zip(counts, output_ids, strict=True)]
 
 
 def by_token(outputs, output_ids, **columns):
@@ -330,15 +328,3 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
-
-
-def test_parts_of_what_was_sampled():
-    once = [([1], [2, 3, 4])]
-    assert sampled_part([1], [1, 2, 3], once) == [1, 2, 3]
-    assert sampled_part([1, 2], [1, 2, 3], once) == [1, 2, 3]  # behind another part
-    assert sampled_part([1], [1, 2, 5], once) == [1, 2]  # something else
-    assert sampled_part([1, 5], [1, 5, 3], once) == [1, 5]  # behind others
-    assert sampled_part([], [1, 2], once) == []  # before it
-    twice = [*once, ([1, 2], [5, 6])]  # the first was cut
-    assert sampled_part([1], [1, 2, 5, 6], twice) == [1, 2, 5, 6]
-    assert sampled_part([1], [1, 2, 3, 5], twice) == [1, 2, 3]

@@ -301,20 +301,6 @@ def test_a_stop_string_that_begins_with_the_space_of_the_first_token():
         assert not add_ids([], [low, low], context, 99, [], (" world",), tokenizer)
 
 
-def test_the_ends_of_a_response(letters):
-    """An end token, the limit, and -1, which stands for logits that were not finite; ids after it are left out."""
-    for ids, limit, expected, is_over in [
-        ([3, EOS, 4], 9, [8, 3, EOS], True),
-        ([3, 4, 5], 3, [8, 3, 4], True),
-        ([3, -1, 5], 9, [8, 3, -1], True),
-        ([3, 4, 5], 9, [8, 3, 4, 5], False),
-        ([], 9, [8], False),
-    ]:
-        response = [8]
-        assert add_ids(response, ids, [0], limit, [EOS], ("zz",), letters) is is_over
-        assert response == expected
-
-
 def test_texts(letters):
     """Cut before the earliest stop string, which may be a special token."""
     queries = [[0, 1], [2], [3]]

@@ -54,10 +54,15 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
+        kinds = [model.config.architectures]
         for adapter in getattr(model, "peft_config", {}).values():
+            kinds.append(adapter.task_type)
             if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
-        if auto_class == "AutoModelForCausalLM" and missing:
+        is_lm = auto_class == "AutoModelForCausalLM"
+        if is_lm and re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
+            raise ValueError("it is a classifier: give a language model")
+        if is_lm and missing:
             raise ValueError(f"{missing[0]} is missing")
     return model, tokenizer, missing
 

@@ -78,9 +78,6 @@ def lora(tiny_dirs, tmp_path_factory):
     return made
 
 
-# ---- While sampling --------------------------------------------------------------------------------------------------
-
-
 def with_adapters(build_model, family, dtype, **flags):
     """A model with adapters that change its logits."""
     lm = adapted(build_model(family, dtype), lora_r=3, **flags)
@@ -133,9 +130,6 @@ def test_adapters_of_rounded_weights_stay_apart(build_model):
         assert torch.equal(logits(lm), apart)
 
 
-# ---- New adapters ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("llama", torch.bfloat16)])
 def test_new_adapters_change_nothing_and_are_all_that_is_trained(build_model, family, dtype):
     plain = build_model(family, dtype)
@@ -174,9 +168,6 @@ def test_targets_rank_and_alpha(build_model):
     assert layer.lora_A["default"].weight.shape == (5, 20)
     with pytest.raises(InputError, match="--lora-targets: no module of --model is named q_prjo"):
         adapted(build_model(), lora_r=3, lora_targets=("c_fc", "q_prjo"))
-
-
-# ---- The reference ---------------------------------------------------------------------------------------------------
 
 
 def logprobs(directory, batch):
@@ -226,9 +217,6 @@ def test_the_reference_of_dpo(gpt2_dir, lora, tmp_path, further, precompute_ref)
     assert last["eval/rewards/rejected"] == pytest.approx(rejected, abs=1e-4)
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
-
-
 def test_adapters_are_read_by_transformers_and_peft(gpt2_dir, lora):
     folder = lora(sft) / "hf_model"
     assert not (folder / "model.safetensors").exists()
@@ -266,36 +254,30 @@ def test_objects_of_peft(gpt2_dir, letters, tmp_path):
     torch.manual_seed(0)
     lm = peft.get_peft_model(lm, peft.LoraConfig(r=3, target_modules=["c_fc"], init_lora_weights=False))
     before = logits(lm).clone()
-    settings = {"dataset": DATA[sft], "eval_dataset": DATA[sft], "total_steps": 2, "batch_size": 4, "threads": 1}
+    settings = {"dataset": DATA[sft], "total_steps": 2, "batch_size": 4, "threads": 1, "eval_every": 0}
     args = sft.Args(model=lm, tokenizer=letters, run_dir=str(tmp_path / "one"), lr=1e-30, **settings)
     folder = sft.main(args)[1] / "hf_model"
     close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, 1e-6)
 
 
-@pytest.mark.parametrize("flags", [{"lora_r": 3}, {"num_layers_unfrozen": 1}], ids=str)
-def test_adapters_come_with_their_own_rank(lora, flags, tmp_path):
-    with pytest.raises(InputError, match="--model is already a LoRA adapter: leave out --lora-r and"):
-        run(sft, lora(sft) / "hf_model", tmp_path / "run", **flags)
-
-
-def test_an_adapter_of_one_kind_of_model_is_not_one_of_another(lora, gpt2_dir, tmp_path):
-    """Else the score head would be random."""
+def test_adapters_that_do_not_fit(lora, gpt2_dir, wide_dir, tmp_path):
+    """They come with their own rank. One of another kind of model would have a random head, or be the text model of a
+    judge. Weights that are stored in four bits say so themselves."""
+    judge = lora(reward) / "hf_model"
     policy = lora(sft) / "hf_model"
-    with pytest.raises(InputError, match="--model .*: a LoRA adapter without score.*weight"):
-        run(reward, policy, tmp_path / "run")
-    with pytest.raises(InputError, match="--reward .* is not a sequence classifier: it has no score"):
-        run(ppo, gpt2_dir, tmp_path / "run", reward=str(policy))
-
-
-def test_a_base_with_a_hole(lora, gpt2_dir, tmp_path):
-    """transformers reports what the adapter lacks, not what its base does."""
-    shutil.copytree(gpt2_dir, tmp_path / "base")
-    held = safetensors.torch.load_file(tmp_path / "base" / "model.safetensors")
-    held.pop("transformer.h.1.mlp.c_fc.weight")
-    safetensors.torch.save_file(held, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    adapter = based_on(lora(sft) / "hf_model", tmp_path / "base", tmp_path / "adapter")
-    with pytest.raises(InputError, match="--model .*adapter cannot be loaded: transformer.h.1.mlp.c_fc.* is missing"):
-        load_model(flags_of(), adapter)
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    AutoModelForCausalLM.from_pretrained(wide_dir, quantization_config=config).save_pretrained(tmp_path / "stored")
+    AutoTokenizer.from_pretrained(wide_dir).save_pretrained(tmp_path / "stored")
+    for script, source, flags, sentence in (
+        (sft, policy, {"lora_r": 3}, "--model is already a LoRA adapter: leave out --lora-r and"),
+        (sft, policy, {"num_layers_unfrozen": 1}, "--model is already a LoRA adapter: leave out --lora-r and"),
+        (sft, judge, {}, "--model .* cannot be loaded: it is a classifier: give a language model"),
+        (reward, policy, {}, "--model .*: a LoRA adapter without score.*weight"),
+        (ppo, gpt2_dir, {"reward": str(policy)}, "--reward .* is not a sequence classifier: it has no score"),
+        (sft, tmp_path / "stored", {}, r"quantised weights \(--load-in-4bit, or of --model\) cannot be trained: add"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            run(script, source, tmp_path / "run", **flags)
 
 
 def based_on(adapter, base, folder):
@@ -306,12 +288,18 @@ def based_on(adapter, base, folder):
     return folder
 
 
-def test_a_base_that_is_not_there_or_is_an_adapter(lora, tmp_path):
-    """In the library's words."""
+def test_bases_that_are_refused(lora, gpt2_dir, tmp_path):
+    """One that is not there or is an adapter, in the library's words; and one with a hole, where transformers reports
+    only what the adapter lacks."""
     adapter = lora(sft) / "hf_model"
-    for name, base in (("one", tmp_path / "moved"), ("two", adapter)):
-        with pytest.raises(InputError, match=f"--model {tmp_path}/{name} cannot be loaded: .*{base}"):
-            load_model(flags_of(), based_on(adapter, base, tmp_path / name))
+    hollow = shutil.copytree(gpt2_dir, tmp_path / "hollow")
+    held = safetensors.torch.load_file(hollow / "model.safetensors")
+    held.pop("transformer.h.1.mlp.c_fc.weight")
+    safetensors.torch.save_file(held, hollow / "model.safetensors", {"format": "pt"})
+    bases = {tmp_path / "moved": "moved", adapter: adapter, hollow: "transformer.h.1.mlp.c_fc.* is missing"}
+    for number, (base, said) in enumerate(bases.items()):
+        with pytest.raises(InputError, match=f"--model {tmp_path}/{number} cannot be loaded: .*{said}"):
+            load_model(flags_of(), based_on(adapter, base, tmp_path / f"{number}"))
 
 
 def test_the_base_of_an_adapter_is_part_of_the_run(lora, gpt2_dir, tmp_path):
@@ -320,12 +308,6 @@ def test_the_base_of_an_adapter_is_part_of_the_run(lora, gpt2_dir, tmp_path):
     named = files_of_flag(str(adapter))
     assert {tmp_path / "base/model.safetensors", adapter / "adapter_model.safetensors"} < {*named}
     assert files_of_flag(f"{adapter}:GOOD") == named
-
-
-def test_adapters_of_a_tied_output_layer_are_not_to_be_merged(build_model):
-    """They change the output layer alone, but a merged weight would be that of the embedding, too: peft says so."""
-    with pytest.warns(UserWarning, match="a tied layer is part of the adapter.* when merging the adapter"):
-        adapted(build_model("gpt2"), lora_r=3, lora_targets=("lm_head", "c_attn"))
 
 
 def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tmp_path):
@@ -340,14 +322,7 @@ def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tm
     assert AutoModelForCausalLM.from_pretrained(run_dir / "hf_model").generation_config.eos_token_id == [7, 22]
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"bias": "lora_only"},
-        {"use_dora": True},
-        "IA3",
-    ],
-)
+@pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"use_dora": True}, "IA3"])
 def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     """transformers does not export these, nor load the vectors of DoRA."""
     config = peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], task_type="CAUSAL_LM")
@@ -360,15 +335,7 @@ def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
         load_model(flags_of(), tmp_path / "theirs")
 
 
-def test_adapters_and_heads_are_float32_beside_bfloat16(gpt2_dir, tmp_path):
-    _, run_dir = run(ppo, gpt2_dir, tmp_path / "run", lora_r=3, dtype="bfloat16")
-    assert {weight.dtype for weight in weights(run_dir).values()} == {torch.float32}
-
-
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", [ppo, ilql, reward], ids=["ppo", "ilql", "reward"])
+@pytest.mark.parametrize("script", [ppo, ilql, reward], ids=lambda script: script.__name__)
 def test_a_run_goes_on_bitwise(gpt2_dir, lora, script, tmp_path):
     """From a checkpoint that holds the adapters and heads alone."""
     whole = lora(script)
@@ -383,14 +350,13 @@ def test_a_run_goes_on_bitwise(gpt2_dir, lora, script, tmp_path):
     assert equal(weights(run_dir), weights(whole))
 
 
-@pytest.mark.parametrize(
-    ("seed", "rank", "what"), [(5, 3, "frozen ones"), (0, 5, ".*lora_A.default.weight")], ids=["base", "rank"]
-)
-def test_checkpoints_of_other_weights(build_model, letters, lora, tmp_path, seed, rank, what):
+@pytest.mark.parametrize(("seed", "rank"), [(5, 3), (0, 5)])
+def test_checkpoints_of_other_weights(build_model, letters, lora, tmp_path, seed, rank):
+    """Of another base, or of another rank."""
     checkpoint = max((lora(sft) / "checkpoints").iterdir())
     build_model(seed=seed).save_pretrained(tmp_path / "model")
     letters.save_pretrained(tmp_path / "model")
-    with pytest.raises(InputError, match=f"--resume .* holds other weights, such as {what}: keep its --model and"):
+    with pytest.raises(InputError, match="--resume .* holds other weights: keep its --model and"):
         run(sft, tmp_path / "model", tmp_path / "run", resume=str(checkpoint), lora_r=rank)
 
 
@@ -400,8 +366,6 @@ def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_p
     run(sft, gpt2_dir, tmp_path / "parts", micro_batch_size=1, gradient_checkpointing=True, **flags)
     same_run(tmp_path / "parts", tmp_path / "whole")
 
-
-# ---- Reward adapters -------------------------------------------------------------------------------------------------
 
 TEXTS = ["ba", "cdeedca", "fgu", "m", "hijklu"]
 ENDED = [True, True, False, True, True]
@@ -417,7 +381,6 @@ def scores(directory, lm):
 
 @pytest.fixture
 def judge(lora):
-    """A reward adapter."""
     return lora(reward) / "hf_model"
 
 
@@ -452,9 +415,6 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
         assert score.item() == pytest.approx(by_hand, abs=1e-4)
 
 
-# ---- 4 bits ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory):
     """A Llama whose layers the 4-bit kernels of a CPU can take."""
@@ -487,20 +447,6 @@ def test_four_bits(wide_dir, tmp_path, monkeypatch):
     checkpoint = str(min((run_dir / "checkpoints").iterdir()))
     _, again = run(sft, wide_dir, tmp_path / "again", load_in_4bit=True, resume=checkpoint, **flags)
     assert log(again) == found[-1:]
-
-
-def test_weights_that_are_stored_in_four_bits_need_adapters(wide_dir, tmp_path):
-    """Without a flag, too: the model says so itself."""
-    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    AutoModelForCausalLM.from_pretrained(wide_dir, quantization_config=config).save_pretrained(tmp_path / "stored")
-    AutoTokenizer.from_pretrained(wide_dir).save_pretrained(tmp_path / "stored")
-    with pytest.raises(
-        InputError, match=r"quantised weights \(--load-in-4bit, or of --model\) cannot be trained: add --lora-r"
-    ):
-        run(sft, tmp_path / "stored", tmp_path / "run")
-
-
-def test_four_bits_of_a_classifier(wide_dir, tmp_path):
-    _, run_dir = run(reward, wide_dir, tmp_path / "run", load_in_4bit=True, lora_r=3)
+    _, run_dir = run(reward, wide_dir, tmp_path / "classifier", load_in_4bit=True, lora_r=3)
     lm = AutoModelForSequenceClassification.from_pretrained(run_dir / "hf_model", num_labels=1)
     assert type(lm.model.layers[1].mlp.down_proj.base_layer).__name__ == "Linear"

@@ -178,7 +178,7 @@ def cell(family, record_property):
 
 @pytest.fixture
 def attempt(run, cell, folder):
-    """attempt(script, **flags): what run returns, or None where the script refuses the model as the table says."""
+    """attempt(script, **flags): [what run returns], or [] where the script refuses the model as the table says."""
 
     def main(script, **flags):
         name = script.__name__.rpartition(".")[2]
@@ -189,9 +189,9 @@ def attempt(run, cell, folder):
             if "Unrecognized configuration class" in reason:
                 reason = "transformers has no such classifier"
             cell(name, reason)
-            return None
+            return []
         cell(name, "yes")
-        return result
+        return [result]
 
     return main
 
@@ -389,73 +389,61 @@ PPO |= {"total_episodes": 10, "rollout_batch_size": 10, "batch_size": 10, "kl_co
 
 def test_ppo(monkeypatch, attempt):
     calls = recorded(monkeypatch, ppo, "policy_loss")
-    result = attempt(ppo, ppo_epochs=1, temperature=0.7, **PPO)
-    if result is None:
-        return
-    metrics, run_dir, model, _ = result
-    assert max(((new - old).exp() - 1).abs().max() for (new, old, *_), _ in calls) < 3e-5
-    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clipfrac"] == 0
-    assert abs(metrics["objective/kl"]) < 1e-5 and metrics["optim/grad_norm"] > 0.01
-    assert_exported(model.lm, run_dir)
+    for metrics, run_dir, model, _ in attempt(ppo, ppo_epochs=1, temperature=0.7, **PPO):
+        assert max(((new - old).exp() - 1).abs().max() for (new, old, *_), _ in calls) < 3e-5
+        assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clipfrac"] == 0
+        assert abs(metrics["objective/kl"]) < 1e-5 and metrics["optim/grad_norm"] > 0.01
+        assert_exported(model.lm, run_dir)
 
 
 def test_sft(attempt, cell, folder, letters):
     """Packed where that is possible, the loss is the mean over the tokens of the responses."""
-    result = attempt(sft, dataset=ROWS, packing=True, max_length=17)
-    if result is None:
-        return
-    metrics, run_dir, model, text = result
-    cell("--packing", said(text, "--packing is off: "))
-    expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
-    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert_exported(model, run_dir)
+    for metrics, run_dir, model, text in attempt(sft, dataset=ROWS, packing=True, max_length=17):
+        cell("--packing", said(text, "--packing is off: "))
+        expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
+        assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
+        assert_exported(model, run_dir)
 
 
 def test_dpo(attempt, cell, folder, letters):
     """ln 2 and equal log-ratios before the update, a better policy after it."""
-    result = attempt(dpo, dataset=PAIRS, eval_dataset=PAIRS, eval_every=1)
-    if result is None:
-        return
-    metrics, run_dir, model, text = result
-    cell("--packing", said(text, "--packing is off: "))
-    expected = {"eval/loss": math.log(2), "eval/rewards/accuracies": 0.5}
-    for side in ("chosen", "rejected"):
-        logprobs = plain_logprobs(folder, letters, [(row["prompt"], row[side]) for row in PAIRS])
-        expected[f"eval/logps/{side}"] = torch.cat(logprobs).sum().item() / len(PAIRS)
-    start = log(run_dir)[0]
-    assert {name: start[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=0)
-    assert metrics["train/loss"] == pytest.approx(math.log(2), abs=1e-5) and metrics["eval/loss"] < 0.69
-    assert_exported(model, run_dir)
+    for metrics, run_dir, model, text in attempt(dpo, dataset=PAIRS, eval_dataset=PAIRS, eval_every=1):
+        cell("--packing", said(text, "--packing is off: "))
+        expected = {"eval/loss": math.log(2), "eval/rewards/accuracies": 0.5}
+        for side in ("chosen", "rejected"):
+            logprobs = plain_logprobs(folder, letters, [(row["prompt"], row[side]) for row in PAIRS])
+            expected[f"eval/logps/{side}"] = torch.cat(logprobs).sum().item() / len(PAIRS)
+        start = log(run_dir)[0]
+        assert {name: start[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=0)
+        assert metrics["train/loss"] == pytest.approx(math.log(2), abs=1e-5) and metrics["eval/loss"] < 0.69
+        assert_exported(model, run_dir)
 
 
 def test_ilql(attempt, cell, folder, letters):
     """The imitation loss is that of sft, also where it is computed from the output layer instead of the logits."""
-    result = attempt(ilql, dataset=[row | {"reward": i % 3} for i, row in enumerate(ROWS)])
-    if result is None:
+    results = attempt(ilql, dataset=[row | {"reward": i % 3} for i, row in enumerate(ROWS)])
+    if not results:
         cell("logits in chunks", "-")
-        return
-    metrics, run_dir, policy, text = result
-    cell("logits in chunks", "yes" if policy.lm.plain_output else "no")
-    expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
-    assert metrics["losses/loss_awac"] == pytest.approx(expected, rel=1e-5)
-    assert_exported(policy.lm, run_dir)
+    for metrics, run_dir, policy, _ in results:
+        cell("logits in chunks", "yes" if policy.lm.plain_output else "no")
+        expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
+        assert metrics["losses/loss_awac"] == pytest.approx(expected, rel=1e-5)
+        assert_exported(policy.lm, run_dir)
 
 
 def test_reward(attempt, cell, folder, letters):
     """The scores of plain transformers, row by row."""
-    result = attempt(reward, dataset=PAIRS, center_coef=0.1)  # which moves a bias that both sides have
-    if result is None:
-        return
-    _, run_dir, model, text = result
-    cell("--packing", said(text, "--packing is off: "))
-    kind = AutoModelForSequenceClassification
-    back, report = kind.from_pretrained(run_dir / "hf_model", output_loading_info=True)
-    rows = [letters(prompt + completion)["input_ids"] + [letters.eos_token_id] for prompt, completion in TEXTS]
-    with torch.no_grad():
-        scores = torch.cat([back(torch.tensor([ids])).logits for ids in rows])
-        assert_close(classifier_logits(model, [[ids] for ids in rows]), scores, rtol=3e-5, atol=3e-5)
-    assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
-    assert not any(report.values()) and scores.std() > 0.01
+    # the centring moves a bias that both sides have
+    for _, run_dir, model, text in attempt(reward, dataset=PAIRS, center_coef=0.1):
+        cell("--packing", said(text, "--packing is off: "))
+        kind = AutoModelForSequenceClassification
+        back, report = kind.from_pretrained(run_dir / "hf_model", output_loading_info=True)
+        rows = [letters(prompt + completion)["input_ids"] + [letters.eos_token_id] for prompt, completion in TEXTS]
+        with torch.no_grad():
+            scores = torch.cat([back(torch.tensor([ids])).logits for ids in rows])
+            assert_close(classifier_logits(model, [[ids] for ids in rows]), scores, rtol=3e-5, atol=3e-5)
+        assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
+        assert not any(report.values()) and scores.std() > 0.01
 
 
 MIXTURES = ["qwen3_moe", "llama4", "deepseek_v3", "gpt_oss", "granite_hybrid"]

@@ -7,6 +7,7 @@ to a stub of the client.
 import hashlib
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -27,7 +28,6 @@ from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
 from common.checkpoint import hub_commit
-from common.cli import InputError
 
 SPLITS = {
     "train": [{"prompt": p, "completion": p + "a"} for p in "bcd"],
@@ -138,9 +138,6 @@ def run(work):
         process.terminate()
 
 
-# ---- Names that load -------------------------------------------------------------------------------------------------
-
-
 def test_revisions_of_a_model(run, work):
     """Weights and tokenizer are those of the branch, tag or commit, which config.yaml repeats."""
     runs = {"default": ("", "main"), "tag": ("--revision v2", "v2"), "commit": (f"--revision {commit('v2')}", "v2")}
@@ -164,9 +161,8 @@ def test_an_adapter_keeps_the_revision_of_its_base(run, work):
     command = f"{SFT} --eval-every 0 --lr 1e-30"
     run(f"{command} --model org/walker --revision v2 --lora-r 2 --run-dir adapter")
     run(f"{command} --model adapter/hf_model --run-dir further", f"{command} --model org/walker --run-dir newest")
-    found, further, newest = (
-        [line["train/loss"] for line in log(work / name)] for name in ("adapter", "further", "newest")
-    )
+    runs = ("adapter", "further", "newest")
+    found, further, newest = ([line["train/loss"] for line in log(work / name)] for name in runs)
     assert further == pytest.approx(found, rel=1e-6) and newest != pytest.approx(found, rel=1e-2)
 
 
@@ -186,8 +182,8 @@ def test_splits_of_a_dataset(run, work):
 
 def test_a_classifier_as_the_reward(run, work):
     """The same run as with directories; --revision is that of the model, the classifier has no v2."""
-    names = ["--model v2 --reward ./judge:GOOD", "--model org/walker --revision v2 --reward org/judge:GOOD"]
-    names += ["--model org/walker --revision v2 --reward org/judge:BAD"]
+    there = "--model org/walker --revision v2 --reward org/judge"
+    names = ["--model v2 --reward ./judge:GOOD", f"{there}:GOOD", f"{there}:BAD"]
     run(*(f"{PPO} {flags} --run-dir ppo-{number}" for number, flags in enumerate(names)))
     directory, good, bad = ((work / f"ppo-{number}/metrics.jsonl").read_text() for number in range(3))
     assert directory == good != bad
@@ -199,8 +195,8 @@ def test_a_run_goes_on_only_with_the_commits_it_began_with(run, work):
     refs = work / "HF_HOME/hub/models--org--walker/refs/main"
     command = f"{SFT} --eval-every 0 --model org/walker --run-dir commits --total-steps 4 --save-every 2 --lr 1e-3"
     run(command)
-    (work / "commits/README.md").unlink()  # as if it had been stopped
-    shutil.rmtree(work / "commits/checkpoints/step_00000004")
+    for name in ("hf_model", "checkpoints/step_00000004"):  # as if it had been stopped
+        shutil.rmtree(work / "commits" / name)
     refs.write_text(commit("v2"))
     try:
         [err] = run(command, code=2)
@@ -227,12 +223,9 @@ def test_commits_of_models(work, monkeypatch, build_model, build_pipeline):
         lm.config._name_or_path = name
         assert hub_commit(lm, revision) == expected
     unet = build_pipeline().unet
-    assert hub_commit(unet) is None and hub_commit(None) is None
+    assert hub_commit(unet, None) is None and hub_commit(None, None) is None
     unet.register_to_config(_name_or_path=str(work / f"HF_HOME/hub/models--org--walker/snapshots/{commit('v2')}"))
-    assert hub_commit(unet) == commit("v2")
-
-
-# ---- Names that do not -----------------------------------------------------------------------------------------------
+    assert hub_commit(unet, None) == commit("v2")
 
 
 def test_a_value_head_of_the_hub_is_read(run, work):
@@ -247,21 +240,19 @@ def test_a_value_head_of_the_hub_is_read(run, work):
 def test_what_is_neither_cached_nor_reachable(run, work):
     """Exit code 2, nothing written, and one sentence: the flag, and that there is no connection (or no such split)."""
     missing = {
-        f"{SFT} --model org/nope": "--model org/nope",
-        f"{SFT} --model org/walker --revision v3": "--model org/walker",
-        f"{SFT} --model v2 --dataset org/nope:test": "--dataset org/nope:test",
-        f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope",
-        f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout",
+        f"{SFT} --model org/nope": "--model org/nope .*couldn't connect",
+        f"{SFT} --model org/walker --revision v3": "--model org/walker .*couldn't connect",
+        f"{SFT} --model v2 --dataset org/nope:test": "--dataset org/nope:test .*Couldn't reach",
+        f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope.*couldn't connect",
+        f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout .*'train'.*'held_out'",
     }
     results = run(*(f"{command} --run-dir missing" for command in missing), code=2)
-    for (command, flag), err in zip(missing.items(), results, strict=True):
+    for said, err in zip(missing.values(), results, strict=True):
         *notes, sentence = err.splitlines()
-        assert sentence.startswith(f"error: {flag} "), f"{command}\n{err}"
-        assert " cannot be loaded: " in sentence and "Traceback" not in err
-        if "heldout" in command:
-            assert all(f"'{split}'" in sentence for split in SPLITS)
-        else:
-            assert not notes and ("couldn't connect" in sentence or "Couldn't reach" in sentence)
+        assert re.match(f"error: {said}", sentence) and " cannot be loaded: " in sentence and "Traceback" not in err, (
+            err
+        )
+        assert not notes or "heldout" in said
     assert not (work / "missing").exists()
 
 
@@ -277,9 +268,6 @@ def test_code_of_a_repository_runs_only_when_told(run, work):
     assert (work / "marker").exists()
     assert json.loads((work / "trusted/hf_model/config.json").read_text())["auto_map"]
     assert yaml.safe_load((work / "trusted/config.yaml").read_text())["trust_remote_code"] is True
-
-
-# ---- Uploads ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -309,12 +297,10 @@ def test_an_upload_holds_the_export_alone(gpt2_dir, client, tmp_path):
 def test_a_repository_that_cannot_be_made(gpt2_dir, client, tmp_path):
     """The same command uploads the model without training again."""
     run_dir = tmp_path / "run"
-    client.create_repo.side_effect = OSError("401 Unauthorized:\n bad token")
-    with pytest.raises(InputError) as raised:
+    client.create_repo.side_effect = OSError("401 Unauthorized: bad token")
+    with pytest.raises(OSError, match="401 Unauthorized"):
         short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
-    assert str(raised.value).startswith("--push-to-hub org/name failed (401 Unauthorized: bad token); ")
-    assert str(run_dir / "hf_model") in str(raised.value)
-    assert not client.files
+    assert (run_dir / "hf_model/model.safetensors").exists() and not client.files
     before = (run_dir / "metrics.jsonl").read_bytes()
     client.create_repo.side_effect = None
     short_sft(gpt2_dir, run_dir, push_to_hub="org/name")

@@ -34,8 +34,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
 TEXTS = ("b", "cda"), ("cde", "fg"), ("fg", "hijka"), ("hijkl", "m"), ("m", ""), ("nopqrst", "ua"), ("ba", "abab")
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
 PAIRS = [
@@ -173,9 +171,6 @@ def drive(path):
         play(job)
 
 
-# ---- Patches ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def wide(context, script, job):
     """Two columns more beside whatever is padded."""
@@ -293,9 +288,6 @@ def same_result(run, expected):
     assert images == {path.name: path.read_bytes() for path in Path(run).glob("images/*.png")}
 
 
-# ---- One process -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def places(tiny_dirs, build_pipeline, tmp_path_factory):
     """{name in a flag: path}: models, and tokenizers that pad on either side."""
@@ -403,9 +395,6 @@ def test_padding_changes_nothing(base, job, tmp_path, case, patches):
 def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case):
     play(job(case, tmp_path / "run", "shuffled", micro_batch_size=4))
     same_result(tmp_path / "run", base(case))
-
-
-# ---- Several processes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
-from common.cli import InputError, call_function, sampled_part
+from common.cli import InputError
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
@@ -58,10 +58,8 @@ def cut(sample, prompt_ids, tokenizer):
 
 
 def vowels(outputs, output_ids, **columns):
-    return [
-        0.3 * sum(letter in "aeiou" for letter in text) + 0.01 * len(ids)
-        for text, ids in zip(outputs, output_ids, strict=True)
-    ]
+    counts = [sum(letter in "aeiou" for letter in text) for text in outputs]
+    return [0.3 * count + 0.01 * len(ids) for count, ids in zip(counts, output_ids, strict=True)]
 
 
 def by_token(outputs, output_ids, **columns):
@@ -83,9 +81,6 @@ def run(algo, model, run_dir, **flags):
 both = pytest.mark.parametrize("algo", NAMED)
 
 
-# ---- The same as without ---------------------------------------------------------------------------------------------
-
-
 @both
 def test_a_function_that_samples_once_changes_no_byte(algo, gpt2_dir, tmp_path):
     """So does one that stops and goes on: the n-th token of a row takes the n-th uniform."""
@@ -102,9 +97,6 @@ def test_micro_batches_and_decode_batches_change_nothing(algo, gpt2_dir, tmp_pat
     flags = {"eval_every": 2, "ppo_epochs": 1, "reward": by_token}
     whole = run(algo, gpt2_dir, tmp_path / "whole", **flags)
     same_run(run(algo, gpt2_dir, tmp_path / "parts", micro_batch_size=2, decode_batch_size=5, **flags), whole)
-
-
-# ---- What is trained -------------------------------------------------------------------------------------------------
 
 
 @both
@@ -147,23 +139,22 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     assert any("[eq]" in row["output"] for row in samples(run_dir))
 
 
-# ---- What a function gets and returns --------------------------------------------------------------------------------
-
-
 @both
 def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
-    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone."""
+    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone. Coroutines
+    share a loop, to which a client that they keep belongs."""
     seen = []
+    loops = set()
 
     async def game(sample, prompt_ids, seeds, goal, prompts, temperature, max_new_tokens, model, **columns):
-        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
         seen.append((seeds, temperature))
         assert len(goal) == len(prompts) == len(prompt_ids) and max_new_tokens == 9 and model.config.vocab_size
         goal[0] = "changed"  # a copy
         return once(sample, prompt_ids), {"won": [seed % 2 for seed in seeds], "asked": prompts}
 
     async def reward(won, goal, asked, prompts, **columns):
-        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
         assert asked == prompts and {*goal} == {"g"}
         return [float(x) for x in won]
 
@@ -174,7 +165,7 @@ def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
     flags = {"rollout": game, "reward": reward, "metric": metric, "eval_every": 4, "total_episodes": 24}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", dataset=rows, temperature=0.7, eval_temperature=0.5, **flags)
     first, *_ = log(run_dir)
-    assert first["eval/reward"] == first["eval/won"]
+    assert first["eval/reward"] == first["eval/won"] and len(loops) == 1
     rolled = [seeds for seeds, temperature in seen if temperature == 0.7]
     evaluated = [seeds for seeds, temperature in seen if temperature == 0.5]
     assert len({*rolled[0], *rolled[1]}) == 24 and evaluated[0] == evaluated[1] != rolled[0][:7]
@@ -245,7 +236,7 @@ def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path, capsys):
         for group in rows[:3], rows[3:6]:
             assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-9)
     killed = shutil.copytree(run_dir, tmp_path / "killed")
-    (killed / "README.md").unlink()
+    shutil.rmtree(killed / "hf_model")
     shutil.rmtree(killed / "checkpoints/step_00000008")
     run(algo, gpt2_dir, killed, **flags)
     assert "from step 4" in capsys.readouterr().out
@@ -271,9 +262,6 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
         run("grpo", lm, tmp_path / "other", template_options=("think",), **flags)
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
 def retokenised(sample, prompt_ids, tokenizer):
     new = sample(prompt_ids, range(len(prompt_ids)))
     return [[(tokenizer(tokenizer.decode(ids[:-1]) + "b")["input_ids"], True)] for ids in new]
@@ -292,11 +280,9 @@ WRONG = {
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
-    "takes contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample(prompt_ids[:2], [0, 0]),
-    "different rows, counted from 0$": lambda sample, prompt_ids: sample(
-        prompt_ids[:2], [11, -1]
-    ),  # the last one twice
-    "contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample([[], [1]], [0, 1]),
+    # the last one twice
+    "takes contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample(prompt_ids[:2], [11, -1]),
+    "counted from 0": lambda sample, prompt_ids: sample([[], [1]], [0, 1]),
     "missing a required argument: 'price'. It gets sample, prompt_ids": lambda price: None,
 }
 
@@ -341,26 +327,3 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
-
-
-def test_coroutines_share_a_loop():
-    held = []
-
-    async def waits(outputs):
-        held or held.append(asyncio.Queue(1))
-        await held[0].put(1)
-        return [await held[0].get()]
-
-    assert [call_function(waits, "f", [{"prompt": ""}], {"outputs": [""]}) for _ in range(3)] == [[1]] * 3
-
-
-def test_parts_of_what_was_sampled():
-    once = [([1], [2, 3, 4])]
-    assert sampled_part([1], [1, 2, 3], once) == [1, 2, 3]
-    assert sampled_part([1, 2], [1, 2, 3], once) == [1, 2, 3]  # behind another part
-    assert sampled_part([1], [1, 2, 5], once) == [1, 2]  # something else
-    assert sampled_part([1, 5], [1, 5, 3], once) == [1, 5]  # behind others
-    assert sampled_part([], [1, 2], once) == []  # before it
-    twice = [*once, ([1, 2], [5, 6])]  # the first was cut
-    assert sampled_part([1], [1, 2, 5, 6], twice) == [1, 2, 5, 6]
-    assert sampled_part([1], [1, 2, 3, 5], twice) == [1, 2, 3]

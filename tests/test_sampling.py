@@ -67,9 +67,6 @@ def uniforms(rows, width, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).random((rows, width)))
 
 
-# ---- One token -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("temperature", "k", "p"),
     [
@@ -107,9 +104,6 @@ def test_zero_probability_is_never_drawn(allowed, dtype):
     assert ids.tolist() == [min(allowed), max(allowed)]
 
 
-# ---- Responses -------------------------------------------------------------------------------------------------------
-
-
 def slow_draw(logits, u, temperature):
     """A token from a list of logits, by the inverse CDF in the order of the vocabulary."""
     weights = [math.exp((x - max(logits)) / temperature) for x in logits]
@@ -136,28 +130,18 @@ def slow_sample(lm, query, row_uniforms, temperature):
     return ids
 
 
-def test_logits_that_are_not_finite_are_an_error(build_model, letters):
-    model = build_model()
-    queries = prompts(3, 5)
-    u = uniforms(2, 7)
-    model.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
-    sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
-    model.generation_config.eos_token_id = None
-    with pytest.raises(NotFinite, match=re.escape(sentence)):
-        sample(model, letters, queries, u, [7, 7])
-    [response] = sample(model, letters, queries[:1], u[:1], [3])  # a row that does not get there
-    assert len(response) == 3
-
-
-def test_logits_behind_the_end_of_a_row_are_not_looked_at(build_model, letters, monkeypatch):
-    """Nor does decoding go on behind the end of the last row."""
+def test_logits_that_are_not_finite_are_an_error(build_model, letters, monkeypatch):
+    """Behind the end of a row they are not looked at, nor does decoding go on behind the end of the last row."""
     monkeypatch.setattr(sampling, "LEAVING", 0)
     lm = build_model()
     lm.generation_config.eos_token_id = None
     queries = prompts(3, 5)
     u = uniforms(2, 9)
     expected = sample(lm, letters, queries, u, [9, 9])
-    lm.transformer.wpe.weight.data[6] = math.nan
+    lm.transformer.wpe.weight.data[6] = math.nan  # position 6: reached by the second row at its third token
+    sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
+    with pytest.raises(NotFinite, match=re.escape(sentence)):
+        sample(lm, letters, queries, u, [9, 9])
     calls = []
     lm.register_forward_hook(lambda *_: calls.append(1))
     assert sample(lm, letters, queries, u, [4, 2]) == [expected[0][:4], expected[1][:2]]
@@ -231,14 +215,12 @@ def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, let
     assert read == [(3, 11, [11, 7, 5]), (2, 3, [3, 2]), (1, 1, [1])]
 
 
-# ---- Stop strings ----------------------------------------------------------------------------------------------------
-
 TEXTS = ["hello world, héllo wörld.", "日本語 text €uro 🙂🙃", "a b  c\n\nUser: stop here ", "end. of 'it' don't !"]
 FEW_BYTES = [f"<0x{byte:02X}>" for byte in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x99, 0x82)]
 
 
 def build_tokenizer(kind):
-    """A small tokenizer, with special tokens: byte-level, sentencepiece or metaspace."""
+    """A small tokenizer, with special tokens: byte-level or sentencepiece."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = ["<unk>", "<end>", "<|user|>"]
@@ -253,10 +235,8 @@ def build_tokenizer(kind):
         pieces = ["▁", "▁hello", "▁world", "hel", "lo", "ser", ":", "\n", ".", "▁U", "A", "▁▁", "a", "b", "日", "€"]
         names = [*special, *pieces, *FEW_BYTES]
         backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
-        backend.decoder = decoders.Metaspace()
-        if kind == "sentencepiece":
-            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-            backend.decoder = decoders.Sequence(steps)
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
     return tf.PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", eos_token="<end>", additional_special_tokens=["<|user|>"]
     )
@@ -291,8 +271,8 @@ def test_stops_are_found_where_the_slow_definition_finds_them(kind):
     assert found > 30
 
 
-STOPS = [  # kind of tokenizer, ids or tokens, stop string, how many of them complete it
-    *(("byte-level", "a ж字b", stop, length) for stop, length in (("ж", 4), ("字", 7), (" ж字", 7), ("字b", 8))),
+STOPS = [  # kind of tokenizer, text or tokens, stop string, how many of them complete it
+    *(("byte-level", "a ж字b", stop, length) for stop, length in (("ж", 4), (" ж字", 7), ("字b", 8))),
     # not to be seen in the last tokens alone: a cut character makes others unreadable
     ("sentencepiece", [FEW_BYTES[0], *FEW_BYTES[2:5] * 5, FEW_BYTES[0]], "€A", 17),
     ("sentencepiece", ["hel", "lo", "▁"], " ", 3),  # a blank that is dropped at the beginning
@@ -321,20 +301,6 @@ def test_a_stop_string_that_begins_with_the_space_of_the_first_token():
         assert not add_ids([], [low, low], context, 99, [], (" world",), tokenizer)
 
 
-def test_the_ends_of_a_response(letters):
-    """An end token, the limit, and -1, which stands for logits that were not finite; ids after it are left out."""
-    for ids, limit, expected, is_over in [
-        ([3, EOS, 4], 9, [8, 3, EOS], True),
-        ([3, 4, 5], 3, [8, 3, 4], True),
-        ([3, -1, 5], 9, [8, 3, -1], True),
-        ([3, 4, 5], 9, [8, 3, 4, 5], False),
-        ([], 9, [8], False),
-    ]:
-        response = [8]
-        assert add_ids(response, ids, [0], limit, [EOS], ("zz",), letters) is is_over
-        assert response == expected
-
-
 def test_texts(letters):
     """Cut before the earliest stop string, which may be a special token."""
     queries = [[0, 1], [2], [3]]
@@ -349,12 +315,8 @@ def test_texts(letters):
     assert given.pop("tokenizer") is letters
     expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
     assert given == expected | {"output_ids": [[4, 5, 6], []]}
-
-
-def test_blanks_before_a_stop_are_stripped():
-    tokenizer = build_tokenizer("byte-level")
-    texts = [" a b \n\nUser: c", "end. ", "<|user|>a"]
-    responses = [tokenizer(text).input_ids for text in texts]
+    tokenizer = build_tokenizer("byte-level")  # blanks before a stop are stripped
+    responses = [tokenizer(text).input_ids for text in (" a b \n\nUser: c", "end. ", "<|user|>a")]
     queries = [tokenizer("hello").input_ids] * 3
     assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "a"]
     assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", "a"]
@@ -362,12 +324,9 @@ def test_blanks_before_a_stop_are_stripped():
 
 def test_decode_keeps_the_space_between_prompt_and_output():
     """Many tokenizers (Llama's) drop the space before a first token: outputs are decoded behind their queries."""
-    tokenizer = build_tokenizer("metaspace")
+    tokenizer = build_tokenizer("sentencepiece")
     hello, world, end = tokenizer.convert_tokens_to_ids(["▁hello", "▁world", "<end>"])
     assert decode(tokenizer, [[hello], [hello]], [[world, end], [hello, world]], ()) == [" world", " hello world"]
-
-
-# ---- Scores of what was sampled --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -337,8 +337,7 @@ class RunArgs:
     """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
     an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels. Slower on GPUs, with more memory for attention; CPUs are deterministic
-    without it."""
+    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
     supports it; otherwise no. Weights and optimizer keep --dtype."""
@@ -379,8 +378,7 @@ class RolloutArgs(TextArgs):
     required = (*DataArgs.required, "reward")
 
     max_prompt_length: Count | None = None
-    """Drop prompts with more tokens than this, and count them. Without this flag, a prompt that does not fit the model
-    is an error."""
+    """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if

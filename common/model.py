@@ -419,8 +419,7 @@ def for_sampling(lm, dtype=None):
 
 
 class RewardModel:
-    """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
-    `path:label`."""
+    """A sequence classifier, or a LoRA adapter for one. It scores by the logit of its only label or of path:label."""
 
     def __init__(self, args, lm, chats=False):
         path, _, label = args.reward.partition(":")
@@ -577,8 +576,7 @@ def reads_padding(lm):
 
 
 def can_pack(lm, packing, say):
-    """Whether a line may hold several texts: with packing on, if the model's layers keep apart what begins at position
-    0. Says why not."""
+    """With packing on, whether the model's layers keep apart what begins at position 0 of a line. Says why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
     if "flash" in str(lm.config._attn_implementation):

@@ -266,7 +266,6 @@ def in_float32(*modules):
 
 
 def forward_replaced(module, compute):
-    """Inside, the module returns compute(its own output, states). Afterwards it has the forward of its class again, or
-    that of a hook of accelerate."""
-    forward = module.forward
+    """Inside, the module returns compute(its own forward, states)."""
+    forward = module.forward  # of its class, or a hook of accelerate
     return mock.patch.object(module, "forward", lambda states: compute(forward, states))

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
-from common.data import read_data
+from common.data import read_data, set_prefix
 from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
@@ -478,7 +478,7 @@ def main(args):
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]  # for --check
     in_status = IN_STATUS
-    headline = data.headline if args.eval_every else "objective/scores"
+    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
     if args.reward is None:
         in_status = IN_STATUS[2:]
         headline = "objective/kl"

@@ -48,7 +48,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
-from common.data import read_data
+from common.data import read_data, set_prefix
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, loading, make_reference, saved_heads, unsharded
@@ -585,7 +585,7 @@ def main(args):
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
-        headline = data.headline
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps;
     # state: the values that checkpoints keep
     state = run.begin(

@@ -540,13 +540,6 @@ def accepted(function, name, row, given):
     return names
 
 
-def check_parameters(function, name, sets, given):
-    """InputError if a user's function, if there is one, does not fit these arguments and the columns of the rows."""
-    for rows in sets:
-        if function is not None:
-            accepted(function, name, rows[0], given)
-
-
 def call_function(function, name, rows, given):
     """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
     it takes them (`accepted`). All lists are copies. A coroutine is run."""

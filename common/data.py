@@ -341,7 +341,7 @@ def row_segments(rows, tokenizer, flag):
     if is_chat(rows, ["prompt"]):
         require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_left_out(tokenizer, [(joined(row["prompt"], row["completion"]), row) for row in rows], flag)
+        tell_left_out(tokenizer, [(joined(messages_in(row, "prompt"), row["completion"]), row) for row in rows], flag)
         return turns
     if "dialogue" in columns:
         for number, row in enumerate(rows, 1):

@@ -233,6 +233,7 @@ SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".
 # Flags that may differ when a run is continued.
 NEUTRAL = """run_dir resume threads save_every keep_checkpoints track push_to_hub check""".split()
 NEUTRAL += SIZES
+IMPORT = re.compile(r"^[ \t]*(?:from|import)\b[^\n(]*(?:\([^)]*\))?", re.MULTILINE)
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 
@@ -243,11 +244,18 @@ def identity(args, script):
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
         raise InputError(f"{', '.join(unknown)}: such an object cannot be compared between runs: also give --run-dir")
-    files = {"script": sha256(script), "imports": sha256(*imported_files())}
+    files = {"script": sha256(script)}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
+    code = [Path(script).resolve()]
     for name in flags:
-        if named := files_of_flag(getattr(args, name)):
+        value = getattr(args, name)
+        named = files_of_flag(value)
+        if named:
             files[name] = sha256(*named)
+        if inspect.isfunction(value):
+            named = [Path(inspect.getfile(value))]
+        code += [path.resolve() for path in named if path.suffix == ".py"]
+    files["imports"] = sha256(*imported_files(code))
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
     algo = Path(script).stem
@@ -289,17 +297,21 @@ def files_of_flag(value):
     return files
 
 
-def imported_files():
-    """The files of the user's modules: of all that are loaded but Python's, installed ones, common/ and the files of
-    flags, which count anyway, and the program that calls `main`. What a function imports later is not among them."""
-    files = set()
+def imported_files(files):
+    """The user's modules that Python files import, directly or indirectly: of those that are loaded, all but Python's,
+    installed ones and common/. What a function imports later is not among them."""
+    loaded = {}  # {last part of a name: files}
     for name, module in sys.modules.items():
-        path = Path(getattr(module, "__file__", None) or "")
-        is_counted = name == "__main__" or name.startswith("plainrl_user_")
+        path = Path(getattr(module, "__file__", None) or "").resolve()
         is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        if path.is_file() and not (is_counted or is_installed):
-            files.add(path.resolve())
-    return sorted(file for file in files if not any(map(file.is_relative_to, (STDLIB, ROOT / "common"))))
+        if path.is_file() and not is_installed and not any(map(path.is_relative_to, (STDLIB, ROOT / "common"))):
+            loaded.setdefault(name.rpartition(".")[2], []).append(path)
+    found = [*files]
+    for file in found:  # which grows
+        for statement in IMPORT.findall(file.read_text(errors="replace")):
+            for word in re.findall(r"\w+", statement):
+                found += [path for path in loaded.get(word, []) if path not in found]
+    return found[len(files) :]
 
 
 def describe(value):

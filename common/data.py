@@ -90,12 +90,12 @@ def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, of a list, a Dataset, a file, a data set of the hub, or a function
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
-    rows = build(data, flag)
-    if isinstance(rows, str):
+    source = rows = build(data, flag)
+    if isinstance(source, str):
         try:
-            rows = read_rows(rows)
+            rows = read_rows(source)
         except Exception as error:  # the libraries' errors have no common class
-            raise InputError(f"{flag} {rows} cannot be loaded: {' '.join(str(error).split())}") from None
+            raise InputError(f"{flag} {source} cannot be loaded: {' '.join(str(error).split())}") from None
     rows = list(rows)
     if not rows:
         raise InputError(f"{flag} {data!s:.60} has no rows")
@@ -105,6 +105,8 @@ def load_rows(data, flag):
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
+    if isinstance(data, list | tuple) or (isinstance(source, str) and ".json" in source):
+        return rows  # which are as they stand there; others may come from Arrow
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
 
 

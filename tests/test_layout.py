@@ -283,6 +283,7 @@ def same_result(run, expected):
     one = json.loads(max(Path(run).glob("checkpoints/*/state.json")).read_text())
     two = json.loads(max(Path(expected).glob("checkpoints/*/state.json")).read_text())
     same_record(one.pop("rewards", {}), two.pop("rewards", {}), "rewards of prompts")
+    assert one.pop("run")["algo"] == two.pop("run")["algo"]
     same_record(one, two, "state")
     images = {path.name: path.read_bytes() for path in Path(expected).glob("images/*.png")}
     assert images == {path.name: path.read_bytes() for path in Path(run).glob("images/*.png")}

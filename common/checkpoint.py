@@ -1,7 +1,5 @@
-"""What a run keeps: checkpoints, exports, and the identity by which the same command finds its run again.
-
-No pickle: safetensors and JSON.
-"""
+"""What a run keeps, as safetensors and JSON (no pickle): checkpoints, exports, and the identity by which the same
+command finds its run again."""
 
 import contextlib
 import dataclasses
@@ -36,7 +34,7 @@ STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 
 def tied_weights(model):
-    """{name: first name} of the parameters that the model has under several names."""
+    """{later name: first name} of the parameters that the model has under several names."""
     named = [(name.removeprefix("module."), w) for name, w in model.named_parameters(remove_duplicate=False)]
     first_names = {id(weight): name for name, weight in reversed(named)}
     return {name: first_names[id(weight)] for name, weight in named if first_names[id(weight)] != name}
@@ -53,7 +51,7 @@ def frozen_weights(model):
 
 
 def settings_of(optimizer):
-    """What each parameter group of an optimizer holds besides its parameters and the learning rate, as plain values."""
+    """The plain values of each parameter group of an optimizer, but for the learning rate."""
     groups = []
     for group in optimizer.param_groups:
         groups.append({name: value for name, value in group.items() if name != "lr" and isinstance(value, PLAIN)})
@@ -61,12 +59,10 @@ def settings_of(optimizer):
 
 
 def pack_state(model, optimizer, frozen, settings, **state):
-    """(files, state) of a checkpoint, with tied weights once. Collective: rank 0 gets the tensors.
-
-    frozen: the `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are
-    not. settings: `settings_of` the optimizer before its first step. What the optimizer has changed there, such as a
-    count of steps, is stored; the rest comes from flags.
-    """
+    """(files, state) of a checkpoint, with tied weights once. Collective: rank 0 gets the tensors. frozen: the
+    `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are not.
+    settings: `settings_of` the optimizer before its first step. What has changed there, such as a count of steps, is
+    stored; the rest comes from flags."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     frozen_sum, frozen_ids = frozen
@@ -90,7 +86,7 @@ def pack_state(model, optimizer, frozen, settings, **state):
 
 
 def unpack_state(path, state, model, optimizer, frozen):
-    """Loads what `pack_state` packed into model and optimizer. Collective."""
+    """Loads what `pack_state` returned from a checkpoint into model and optimizer. Collective."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
@@ -116,11 +112,10 @@ def unpack_state(path, state, model, optimizer, frozen):
 
 
 def write_checkpoint(run_dir, files, state, keep):
-    """Writes checkpoints/step_XXXXXXXX, and only then prunes to the newest `keep` and the best. Those of a run that
-    this one continues under other flags go, too."""
+    """Writes checkpoints/step_XXXXXXXX, and only then removes others: all but the newest `keep` and the best, and those
+    of a run that this one continues under other flags."""
     folder = Path(run_dir) / "checkpoints"
-    final = folder / f"step_{state['step']:08d}"
-    with replacing(final) as temporary:
+    with replacing(folder / f"step_{state['step']:08d}") as temporary:
         for name, tensors in files.items():
             safetensors.torch.save_file(tensors, temporary / name)
         (temporary / "state.json").write_text(json.dumps(state, indent=1))
@@ -137,9 +132,8 @@ def read_checkpoint(path):
     try:
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"checkpoint {path} cannot be read ({error}): remove it, to go on from the one before"
-        ) from None
+        how = "remove it, to go on from the one before"
+        raise InputError(f"checkpoint {path} cannot be read ({error}): {how}") from None
     if state["format"] != FORMAT:
         raise InputError(f"checkpoint {path} was written by another version of plainrl")
     return state
@@ -197,7 +191,7 @@ def full_weights(lm):
 
 
 def export_model(lm, weights, tokenizer, directory, heads):
-    """Writes model and tokenizer so that plain transformers loads them, with heads {file name: tensors} beside them."""
+    """Writes model and tokenizer as transformers loads them, with heads {file name: tensors} beside them."""
     with replacing(directory) as temporary:
         lm.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
@@ -214,8 +208,8 @@ def write_text(path, text):
 
 
 def keep_lines(path, step, lacks_evaluation):
-    """Keeps the lines of a JSONL file up to a step, of this step without those of an evaluation if it lacks that. Drops
-    a last line that is incomplete after a kill."""
+    """Keeps the lines of a JSONL file up to a step, without its evaluation if it lacks that, and drops a last line that
+    is incomplete after a kill."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         is_evaluation = path.name == "samples.jsonl" or re.search('"(eval/|perf/seconds_eval")', line)
@@ -229,33 +223,24 @@ def keep_lines(path, step, lacks_evaluation):
 # ---- Identity --------------------------------------------------------------------------------------------------------
 
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.
-SIZES = """micro_batch_size decode_batch_size packing gradient_checkpointing""".split()
+SIZES = ["micro_batch_size", "decode_batch_size", "packing", "gradient_checkpointing"]
 # Flags that may differ when a run is continued.
-NEUTRAL = """run_dir resume threads save_every keep_checkpoints track push_to_hub check""".split()
-NEUTRAL += SIZES
-IMPORT = re.compile(r"^[ \t]*(?:from|import)\b[^\n(]*(?:\([^)]*\))?", re.MULTILINE)
+NEUTRAL = "run_dir resume threads save_every keep_checkpoints track push_to_hub check".split() + SIZES
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 
 def identity(args, script):
-    """What decides the result and a hash of it: flags, the bytes of the code, the files that flags name, and the user's
-    modules. Files that functions read while they run do not count."""
+    """What decides the result, and a hash of it: flags, the bytes of the code, the files that flags name, and the
+    user's modules. Files that functions read while they run do not count."""
     flags = {name: describe(value) for name, value in vars(args).items() if name not in NEUTRAL}
     unknown = [flag_of(name) for name, text in flags.items() if str(text).endswith(UNKNOWN)]
     if unknown and not args.run_dir:
         raise InputError(f"{', '.join(unknown)}: such an object cannot be compared between runs: also give --run-dir")
-    files = {"script": sha256(script)}
+    files = {"script": sha256(script), "imports": sha256(*imported_files())}
     files |= {f"common/{path.name}": sha256(path) for path in sorted((ROOT / "common").glob("*.py"))}
-    code = [Path(script).resolve()]
     for name in flags:
-        value = getattr(args, name)
-        named = files_of_flag(value)
-        if named:
+        if named := files_of_flag(getattr(args, name)):
             files[name] = sha256(*named)
-        if inspect.isfunction(value):
-            named = [Path(inspect.getfile(value))]
-        code += [path.resolve() for path in named if path.suffix == ".py"]
-    files["imports"] = sha256(*imported_files(code))
     if args.resume not in ("auto", "never"):
         files["resume"] = str(Path(args.resume).resolve())
     algo = Path(script).stem
@@ -281,14 +266,13 @@ def has_results(folder):
 
 
 def files_of_flag(value):
-    """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an
-    option of a function. Of a directory these are the files in it and one level down."""
+    """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an option
+    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset)."""
     text = str(value) if isinstance(value, str | Path) else ""
     specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # also without a classifier's label
     files = []
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if re.search(r"\w", spec)):
         if path and path.is_dir():
-            # one level down: the parts of a pipeline, the splits of a dataset, further templates
             found = [*path.glob("*"), *path.glob("*/*")]
             files += files_of_flag(adapter_base(path)[0])
             files += sorted(file for file in found if file.is_file() and file.name[0] != ".")
@@ -297,26 +281,22 @@ def files_of_flag(value):
     return files
 
 
-def imported_files(files):
-    """The user's modules that Python files import, directly or indirectly: of those that are loaded, all but Python's,
-    installed ones and common/. What a function imports later is not among them."""
-    loaded = {}  # {last part of a name: files}
+def imported_files():
+    """The files of the user's modules: of all that are loaded but Python's, installed ones, common/, those of flags
+    (which count anyway) and the program that calls `main`. What a function imports later is not among them."""
+    files = set()
     for name, module in sys.modules.items():
-        path = Path(getattr(module, "__file__", None) or "").resolve()
+        path = Path(getattr(module, "__file__", None) or "")
+        is_counted = name == "__main__" or name.startswith("plainrl_user_")
         is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        if path.is_file() and not is_installed and not any(map(path.is_relative_to, (STDLIB, ROOT / "common"))):
-            loaded.setdefault(name.rpartition(".")[2], []).append(path)
-    found = [*files]
-    for file in found:  # which grows
-        for statement in IMPORT.findall(file.read_text(errors="replace")):
-            for word in re.findall(r"\w+", statement):
-                found += [path for path in loaded.get(word, []) if path not in found]
-    return found[len(files) :]
+        if path.is_file() and not (is_counted or is_installed):
+            files.add(path.resolve())
+    return sorted(file for file in files if not any(map(file.is_relative_to, (STDLIB, ROOT / "common"))))
 
 
 def describe(value):
-    """A JSON value that is the same, in any process, for flags that mean the same. A plain value is itself. Rows are
-    named by a hash of their JSON, and a function by its name and a hash of its file."""
+    """A JSON value that is the same, in any process, for flags that mean the same: a plain value itself, a hash of rows
+    as JSON, the name of a function with a hash of its file."""
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, list | tuple) and all(isinstance(item, PLAIN) for item in value):
@@ -334,14 +314,14 @@ def describe(value):
 
 def differences(old, new):
     """One line for each flag or file in which two identities differ."""
-    flags = [name for name in old["flags"] | new["flags"] if old["flags"].get(name) != new["flags"].get(name)]
-    lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in flags]
+    flags = old["flags"] | new["flags"]
+    changed = [name for name in flags if old["flags"].get(name) != new["flags"].get(name)]
+    lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in changed]
     names = {"script": "the script", "imports": "a file that your code imports"}
+    names |= {name: f"the file of {flag_of(name)}" for name in flags}
     for name in old["files"] | new["files"]:
-        if old["files"].get(name) != new["files"].get(name) and name not in (*flags, "resume"):
-            is_flag = name in old["flags"] | new["flags"]
-            said = f"the file of {flag_of(name)}" if is_flag else names.get(name, name)
-            lines.append(f"{said} has changed")
+        if old["files"].get(name) != new["files"].get(name) and name not in (*changed, "resume"):
+            lines.append(f"{names.get(name, name)} has changed")
     return lines
 
 
@@ -357,7 +337,7 @@ def hub_commit(model, revision):
 
 
 def digest(value):
-    """A hash of rows, token ids and labels in lists, dicts and dataclasses; of other objects the type counts."""
+    """A hash of rows, token ids and labels in lists, dicts and dataclasses. Of other objects the type counts."""
 
     def plain(part):
         if isinstance(part, array):
@@ -368,9 +348,6 @@ def digest(value):
     for part in value.items() if isinstance(value, dict) else value:
         total.update(json.dumps(part, default=plain, skipkeys=True).encode())
     return total.hexdigest()[:16]
-
-
-# ---- The machine -----------------------------------------------------------------------------------------------------
 
 
 def environment(accelerator):

@@ -1,8 +1,5 @@
-"""A forward pass of decoding as a CUDA graph.
-
-On a GPU the host launches some 1,600 kernels for a token, which takes several times as long as the kernels do. A pass
-over a cache that keeps its place can be captured as a graph, which the host launches as one.
-"""
+"""A forward pass of decoding as a CUDA graph, which the host launches as one over a cache that keeps its place. Without
+graphs it launches some 1,600 kernels for a token, which takes several times as long as the kernels do."""
 
 import torch
 from torch.nn import functional as F
@@ -15,11 +12,10 @@ capture_stream = None  # of all captures: memory that one stream has freed serve
 
 class Step:
     """Passes of one token per row, in tensors that keep shape and place until `fit`. The first pass of a shape is an
-    ordinary one, the second becomes a graph, and later ones replay it. A model that makes the host wait within its
-    first pass of all, which no graph can hold, goes on without (`makes_host_wait`)."""
+    ordinary one, the second becomes a graph, and later ones replay it. A model whose first pass of all makes the host
+    wait, which no graph can hold, has none. rows (b,): which context of the cache each row has."""
 
     def __init__(self, model, cache, rows, attention, last_position, longest):
-        """cache: of different contexts; rows (b,): which of them each row has."""
         self.model = model
         self.cache = cache
         self.attention = attention  # (b, C), 1 where a token is; C: tokens that there is room for
@@ -55,8 +51,7 @@ class Step:
             self.fit()
         self.num_read += 1
         self.place += 1
-        self.positions += 1
-        self.positions.copy_(self.positions.minimum(self.last_position))
+        self.positions.add_(1).clamp_(max=self.last_position)
         self.attention.index_fill_(1, self.place, 1)
         self.tokens.copy_(newest[:, None])
         waits = getattr(self.model, "makes_host_wait", None)
@@ -80,8 +75,8 @@ class Step:
 
 
 def fix_layers(cache, rows, place, length):
-    """Makes layers of a cache whose states keep their place: that of the newest token is `place` (1,), which they
-    share. rows (b,): which states each row takes. length: tokens that were read."""
+    """Gives a cache layers whose states keep their place. place (1,), which all share: that of the newest token. rows
+    (b,): which states each row takes. length: tokens that were read."""
     from transformers.cache_utils import DynamicLayer
 
     class FixedLayer(DynamicLayer):

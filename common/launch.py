@@ -14,18 +14,15 @@ import torch
 from common.cli import InputError
 from common.terminal import screen
 
-# How long a process waits for another. NCCL's own limit, 10 minutes, is shorter than what rank 0 may need on its own to
-# score with a slow reward or save a large model. If a process dies, the launcher ends the others at once.
+# How long a process waits for another. NCCL's own 10 minutes are too short for rank 0 to score with a slow reward or
+# save a large model. If a process dies, the launcher ends the others at once.
 TIMEOUT = timedelta(hours=12)
 
 
-# ---- Processes and precision -----------------------------------------------------------------------------------------
-
-
 def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
-    """The Accelerator of a run. InputError if the launcher asks for something that no script does. fsdp: whether this
-    script can shard its model. The other values are those of the flags: autocast is that of the flag, else of the
-    launcher, else bf16 for float32 weights on a GPU that has it."""
+    """The Accelerator of a run. InputError if the launcher asks for something that no script does. mixed_precision:
+    None takes that of the launcher, else bf16 for float32 weights on a GPU that has it. fsdp: whether this script can
+    shard its model."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -34,8 +31,7 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     gpu = torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
     gpu_has_bfloat16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     if mixed_precision is None:
-        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        # `accelerate launch` says "no" if nothing was chosen
+        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" if nothing was chosen, too
         if mixed_precision == "no" and gpu_has_bfloat16 and dtype == "float32":
             mixed_precision = "bf16"
     torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
@@ -65,23 +61,22 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
 
 
 def choose_attention(deterministic):
-    """Kernels of torch's attention on a GPU. cuDNN's prepares each new shape (pytorch/pytorch#155958), and the lengths
-    of rows differ all the time: in a profile on an H200 this was most of the host's time. The backward pass of the
-    other fused ones adds up in any order: --deterministic takes the plain one."""
+    """Chooses kernels of torch's attention on a GPU. cuDNN's prepares each new shape (pytorch/pytorch#155958), which
+    was most of the host's time in a profile on an H200. The backward pass of the other fused ones adds up in any order:
+    --deterministic takes the plain one."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(not deterministic)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
 
 
 def is_sharded(accelerator):
-    """Whether FSDP shards the weights over the processes."""
     return accelerator.distributed_type == "FSDP"
 
 
 def prepare(accelerator, model, optimizer, *frozen):
-    """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2, with the weights of
+    """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2 with the weights of
     the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way; what they share with
-    the model stays shared. No backward pass follows their forward pass, so no part of them stays gathered."""
+    the model stays shared. They have no backward pass, so no part of them stays gathered."""
     if not is_sharded(accelerator):
         return accelerator.prepare(model, optimizer)[0]
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -113,8 +108,8 @@ def named_weights(model):
 
 
 def set_threads(threads=None):
-    """Sets torch's CPU threads and returns their number: the given one, else OMP_NUM_THREADS, else this process's share
-    of the CPUs. `accelerate launch` and torchrun set OMP_NUM_THREADS themselves, so it is ignored under them."""
+    """Sets torch's CPU threads and returns their number: the given one, else OMP_NUM_THREADS (ignored under
+    `accelerate launch` and torchrun, which set it themselves), else this process's share of the CPUs."""
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     exported = os.environ.get("OMP_NUM_THREADS", "")
     if not threads and not launched and exported.isdecimal():
@@ -131,9 +126,9 @@ class NotFinite(FloatingPointError):
 
 
 def choose_products():
-    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow with AVX-512: of TRL's sides of ppo in
-    benchmarks/throughput/results.csv, `same-flags` and `tuned` differ in this alone. torch does so at "medium", which
-    lets a CPU round to bfloat16: one that does stays at "highest"."""
+    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow with AVX-512 (TRL's `same-flags` and
+    `tuned` of ppo in benchmarks/throughput/results.csv differ in this alone). torch does so at "medium", which lets a
+    CPU round to bfloat16: one that does stays at "highest"."""
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "AuthenticAMD" in cpu.read_text():
         torch.set_float32_matmul_precision("medium")
@@ -145,8 +140,8 @@ def choose_products():
 def keep_freed_memory():
     """Lets the process keep the memory that it has freed. By default glibc returns large blocks to the system at once,
     which then has to clear every page of the next micro-batch's activations anew."""
-    # By default oneDNN keeps the kernels of 1,024 shapes. They land where large blocks were, which then no longer fit,
-    # and the process grows with every new length of rows. It reads this variable before the first product.
+    # By default oneDNN keeps the kernels of 1,024 shapes, which land where large blocks were: the process then grows
+    # with every new length of rows. It reads this variable before the first product.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
@@ -172,10 +167,10 @@ def peak_memory_mb(device):
 
 
 def accumulate(accelerator, model, micro_batches):
-    """Yields the micro-batches of an optimizer step; processes exchange gradients only in the last one. Under FSDP2
-    they do so in each; otherwise every process would keep whole gradients in between."""
-    # Autocast keeps the weights that it has cast until the outermost of its contexts ends: this one, which itself casts
-    # nothing. So the weights are cast once a step, unless the backward pass recomputes.
+    """Yields the micro-batches of an optimizer step. Processes exchange gradients in the last one; under FSDP2 in each,
+    or every process would keep whole gradients in between."""
+    # Autocast keeps its casts of the weights until the outermost of its contexts ends. This one casts nothing itself,
+    # but spans the step, so weights are cast once a step, unless the backward pass recomputes.
     with torch.autocast(accelerator.device.type, enabled=False):
         for micro_batch in micro_batches:
             exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
@@ -188,14 +183,12 @@ def accumulate(accelerator, model, micro_batches):
 
 
 def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):
-    """Clips the gradient, takes a step and clears the gradient. Returns the gradient's norm before clipping. Raises
-    NotFinite, with the number of the step and where it was, before a gradient or a loss that is not finite changes the
-    weights."""
+    """Clips the gradient, takes a step and clears the gradient. Returns the norm before clipping. If it or the loss is
+    not finite, raises NotFinite, which names the step and `where`, before the weights change."""
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf).item()
-    numbers = {"gradient norm": grad_norm} if loss is None else {"loss": loss, "gradient norm": grad_norm}
-    if not all(map(math.isfinite, numbers.values())):
-        found = ", ".join(f"{name} {value}" for name, value in numbers.items())
-        raise NotFinite(f"step {step}: {found}, {where}; the last checkpoint is intact")
+    if not math.isfinite(grad_norm) or not math.isfinite(loss or 0):
+        found = "" if loss is None else f"loss {loss}, "
+        raise NotFinite(f"step {step}: {found}gradient norm {grad_norm}, {where}; the last checkpoint is intact")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -204,7 +197,7 @@ def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where
 
 
 def reduce_sums(accelerator, sums):
-    """{name: sum over all processes} as numbers, of a dict of sums."""
+    """{name: number}, the sums over all processes of a dict of tensors (), one for each name."""
     totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
 
@@ -223,7 +216,7 @@ shared_errors = []  # the newest error that every process has got, if it is none
 
 
 def on_main(accelerator, function, *args):
-    """Runs function(*args) on rank 0. Every rank gets its result or its error, so that none waits for a failed one."""
+    """Runs function(*args) on rank 0. Every rank gets its result or its error."""
     from accelerate.utils import broadcast_object_list
 
     own = function if accelerator.is_main_process else lambda *args: None

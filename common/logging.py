@@ -1,7 +1,5 @@
-"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes.
-
-An iteration has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail.
-"""
+"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes. An iteration has one line
+in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail."""
 
 import contextlib
 import dataclasses
@@ -28,7 +26,6 @@ import torch
 import yaml
 
 from common import checkpoint as ckpt
-from common.checkpoint import SIZES, describe, differences, environment, identity
 from common.cli import InputError, Stopped, flag_of
 from common.data import marked
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
@@ -41,8 +38,8 @@ _open = []  # open runs of this process
 
 
 def closes_run(main):
-    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends.
-    Running out of memory becomes an InputError that names the flags that help."""
+    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
+    memory becomes an InputError that names the flags that help."""
 
     @functools.wraps(main)
     def wrapped(args):
@@ -62,8 +59,8 @@ def closes_run(main):
             for run in _open[depth:]:
                 run.say_what_is_kept(error)
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
-            is_users = error in shared_errors
-            if isinstance(error, RuntimeError) and not is_users and any(word in str(error) for word in words):
+            is_memory = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+            if is_memory and error not in shared_errors:  # those are a user's
                 raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
         finally:
@@ -76,12 +73,10 @@ def closes_run(main):
 
 
 class Run:
-    """One run directory, and what every loop needs from it. dir: its absolute path, None with --check; path: the same
-    as printed. checkpoint, loaded: what to continue from, or None and {}. finished: whether the run is complete, so
-    that there is nothing to do. same: whether the directory already has part of this run.
-
-    Numbers of optimizer steps: first_step were taken by earlier processes, step will be at the end of the iteration at
-    hand, total_steps at the end of the run.
+    """One run directory, and what every loop needs from it. dir: its absolute path (a user's function may change the
+    working directory), None with --check; path: the same as printed. checkpoint, loaded: what to continue from, or None
+    and {}. finished: whether the run is complete. same: whether the directory already has part of this run. Optimizer
+    steps: first_step is where this process starts, step the end of the iteration at hand, total_steps that of the run.
     """
 
     def __init__(self, args, script, fsdp=True):
@@ -89,32 +84,29 @@ class Run:
         self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
-        self.identity = identity(args, script)
+        self.identity = ckpt.identity(args, script)
         self.process = os.getpid()
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
         self.begun = False  # whether this process has written to it
-        self.dir = self.path = None  # absolute, since a user's function may change the working directory; as printed
-        self.lock = self.checkpoint = None
+        self.dir = self.path = self.lock = self.checkpoint = None
         self.inputs = {}
-        self.handlers = {}
-        self.seconds = {}
+        self.handlers = {}  # {signal: what handled it before}
+        self.seconds = {}  # {part: seconds} of the iteration at hand
         _open.append(self)
         self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
         self.path = self.path or self.dir
         self.first_step = self.loaded.get("step", 0)
-        # again: accelerate may have changed them, and another number would give other bits
+        # accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
         if self.dir and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                     self.handlers[number] = signal.signal(number, self._on_signal)
 
-    # -- the directory
-
     def _claim(self):
-        """(dir, checkpoint, state, finished, same), on rank 0. Changes nothing in the directory but its lock."""
+        """(dir, checkpoint, loaded, finished, same), on rank 0. Changes nothing in the directory but its lock."""
         given = None
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
@@ -127,7 +119,7 @@ class Run:
         goes_on_here = given is not None and given.resolve().parent == (folder / "checkpoints").resolve()
         if old and not (same or goes_on_here) and ckpt.has_results(folder):
             hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
-            lines = "\n  ".join(differences(old, self.identity))
+            lines = "\n  ".join(ckpt.differences(old, self.identity))
             raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
         if same and old.get("finished") and (folder / "hf_model").exists():
             self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
@@ -143,11 +135,11 @@ class Run:
         if given:
             config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
             what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
-            self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
+            self.say("\n  ".join([what, *ckpt.differences(state["run"], self.identity)]))
         return folder, given and given.absolute(), state, False, False
 
     def _state_of(self, given):
-        """The state of the checkpoint that --resume names; {} where it names none."""
+        """The state of the checkpoint that --resume names, else {}."""
         if given is None:
             return {}
         if not given.exists():
@@ -182,8 +174,8 @@ class Run:
         return folder.absolute()
 
     def check_inputs(self, data, **models):
-        """Notes what a script has read: the rows and tokens in the fields of data, and the commits of models ({flag:
-        model or None}) of the hub. InputError if the run in this directory began with others."""
+        """Notes the rows and tokens in the fields of data, and the hub's commits of models ({flag: model or None}).
+        InputError if the run in this directory began with others."""
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
@@ -200,13 +192,11 @@ class Run:
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 
     def begin(self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **state):
-        """Loads model and optimizer from the checkpoint, if there is one, and makes the directory this run's. Returns
-        the running quantities, which every checkpoint keeps, as attributes: as given or loaded. Collective.
-
+        """Loads model and optimizer from the checkpoint, if there is one. Returns the running quantities, which every
+        checkpoint keeps, as attributes: as given in state or loaded. Collective.
         pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
         run, each of `steps_per_iteration` optimizer steps. shown: the metrics of status line, picture and card, the
-        headline first. evaluates: whether there is anything to evaluate.
-        """
+        headline first. evaluates: whether there is anything to evaluate."""
         self.model = model
         self.optimizer = optimizer
         self.frozen = ckpt.frozen_weights(pretrained)
@@ -214,9 +204,7 @@ class Run:
         self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
-        self.headline = shown[0]
-        if self.same:
-            self.headline = self.loaded.get("headline", self.headline)
+        self.headline = self.loaded.get("headline", shown[0]) if self.same else shown[0]
         self.eval_every = self.args.eval_every if evaluates else 0
         self.logged = {}
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
@@ -236,14 +224,14 @@ class Run:
         return self.kept
 
     def _begin(self):
-        """Makes the directory this run's, just before its first lines are written, on rank 0. Of the run that it
-        continues, lines of later steps go; later checkpoints go when the first one of this run is there."""
+        """Makes the directory this run's, just before its first lines are written, on rank 0. Lines of later steps go;
+        later checkpoints go when the first one of this run is there."""
         self.begun = True
-        env = self.identity | environment(self.accelerator)
+        env = self.identity | ckpt.environment(self.accelerator)
         env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
         # first: a killed command given again then knows the directory for its own
         ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-        sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+        sizes = {name: ckpt.describe(value) for name, value in vars(self.args).items() if name in ckpt.SIZES}
         ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         step = -1  # nothing of this directory is continued
         if self.checkpoint and self.checkpoint.resolve().parent == (self.dir / "checkpoints").resolve():
@@ -252,7 +240,7 @@ class Run:
             ckpt.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
 
     def _start_tracker(self):
-        """Starts the tracker of --track, or continues that of this run; rank 0 sends all to it."""
+        """Starts the tracker of --track, or continues that of this run, on rank 0."""
         from accelerate.tracking import filter_trackers
 
         if not ckpt.has_results(self.dir):
@@ -273,26 +261,23 @@ class Run:
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         args = self.args
         what = f"{total:,} parameters, {trained:,} trained; {args.dtype} weights, {args.mixed_precision} autocast, "
-        where = f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
-        where += f"threads of each: {torch.get_num_threads()}"
-        defaults = {field.name: describe(field.default) for field in dataclasses.fields(args)}
-        changed = [name for name, value in self.identity["flags"].items() if value != defaults[name]]
-        flags = ", ".join(f"{flag_of(name)} {self.identity['flags'][name]}" for name in changed)
-        self.say(facts_of({self.identity["algo"]: what + where, "flags": flags, **facts}))
+        what += f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
+        what += f"threads of each: {torch.get_num_threads()}"
+        flags = self.identity["flags"]
+        defaults = {field.name: ckpt.describe(field.default) for field in dataclasses.fields(args)}
+        changed = [f"{flag_of(name)} {value}" for name, value in flags.items() if value != defaults[name]]
+        self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 
     def plan(self, num_rows, unit):
-        """The sizes of a run over rows, for its summary."""
+        """The sizes of a run over rows, in words."""
         size = self.args.batch_size
         share = size // self.accelerator.num_processes
         each = f"{share} per process, at most {self.args.micro_batch_size} per forward pass"
         return f"{self.total_steps} of {size} {unit} ({self.total_steps * size / num_rows:.3g} epochs): {each}"
 
-    # -- the loop
-
     def iterations(self):
-        """Yields the numbers of the remaining iterations, counted from 1; `step` is the optimizer step at the end of
-        each. With --check it yields one, or two if each is one optimizer step: only the second has AdamW's moments in
-        memory."""
+        """Yields the numbers of the remaining iterations, counted from 1, each with its `step`. With --check it yields
+        one, or two if each is one optimizer step: only the second has AdamW's moments in memory."""
         self.step = self.first_step
         first = self.kept.iteration + 1
         last = self.num_iterations
@@ -312,14 +297,14 @@ class Run:
 
     def draw_rows(self, lengths, start, count):
         """The numbers of `count` rows from position `start` of an endless stream in keyed random order; with --check,
-        of the longest rows. lengths: of all rows."""
+        of the longest. lengths: of all rows."""
         if not self.args.check:
             return stream_rows(self.args.seed, "data", len(lengths), start, count)
         longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         return [longest_first[place % len(lengths)] for place in range(count)]
 
     def lap(self, part):
-        """Ends a part of an iteration, such as its rollout, and logs its seconds to perf.jsonl."""
+        """Ends a part of an iteration, such as its rollout, whose seconds go to perf.jsonl."""
         now = time.perf_counter()
         self.seconds[part] = now - self.since
         self.since = now
@@ -327,10 +312,9 @@ class Run:
 
     def evaluation_due(self, step):
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it.
-        Seeds the global generators for the evaluation."""
+        Seeds the global generators, so that user functions draw the same where an evaluation is repeated."""
         if self.eval_every == 0 or 0 < step <= self.kept.evaluated:
             return False
-        # for user functions that draw from the global generators: the same where an evaluation is repeated
         seed_libraries(int(rng(self.args.seed, "evaluation libraries", step).integers(2**32)))
         return step in (0, self.total_steps) or self._passed(step, self.eval_every)
 
@@ -339,10 +323,16 @@ class Run:
         return every > 0 and step // every > (step - self.steps_per_iteration) // every
 
     def save(self, step, export):
-        """Ends an iteration. Exports the model if an evaluation's headline is the best so far. Writes a checkpoint
-        then, every --save-every steps or ten minutes, at the end, and after a signal before it exits. Collective."""
+        """Ends an iteration: prints its metrics, exports the model if its evaluation is the best so far, and writes a
+        checkpoint then, every --save-every steps or ten minutes, at the end and after a signal. Collective."""
         if step > self.first_step:
-            self._status(step)
+            # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
+            labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown}
+            parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items() if name in self.logged]
+            seconds_left = (time.monotonic() - self.start) / (step - self.timed_from) * (self.total_steps - step)
+            eta = f"eta {timedelta(seconds=round(seconds_left))}"
+            screen.headline = f"{step}/{self.total_steps}, {eta}"
+            self.say(" | ".join([f"{step}/{self.total_steps}", *parts, self._seconds(), eta]))
         if self.dir is None or step == 0:
             return
         kept = self.kept
@@ -364,23 +354,21 @@ class Run:
             raise Stopped(128 + self.signal)
 
     def _save(self):
-        """Writes a checkpoint of the last complete iteration, if there is none. An evaluation that came after it is
-        repeated when the run continues from there, with the same result. Collective."""
+        """Writes a checkpoint of the last complete iteration, if there is none. Collective."""
         if self.saved_step == self.kept.step:
             return
         screen.show("saving")
         self.saved = time.monotonic()
-        threads = torch.get_num_threads()
-        state = {"threads": threads, "headline": self.headline, "inputs": self.inputs, **vars(self.kept)}
-        state["run"] = self.identity
+        state = {"threads": torch.get_num_threads(), "headline": self.headline, "inputs": self.inputs}
+        state |= vars(self.kept) | {"run": self.identity}
         files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
         on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
         self.saved_step = self.kept.step
         self.checkpoint = self.dir / f"checkpoints/step_{self.saved_step:08d}"
 
     def say_what_is_kept(self, error):
-        """After an error, saves the complete iteration if the weights are still its own, as after an error that all
-        processes got from `on_main` or `on_each`: no update calls these. A note is printed behind the traceback."""
+        """Tells what is saved. After an error that all processes got from `on_main` or `on_each`, the last complete
+        iteration is saved first: no update calls these, so the weights are still its own."""
         if self.dir and self.stepped and error in shared_errors:
             with contextlib.suppress(InputError):
                 self._save()
@@ -388,14 +376,12 @@ class Run:
         if stopped and not self.checkpoint:
             self.say("stopped; there was no checkpoint yet, so nothing is kept")
         elif stopped:
-            command = environment(self.accelerator)["command"]
+            command = ckpt.environment(self.accelerator)["command"]
             self.say(f"stopped; step {int(self.checkpoint.name[5:])} is saved; to continue: {command}")
-        elif self.checkpoint and self.stepped:
+        elif self.checkpoint and self.stepped:  # printed behind the traceback
             place = f"{self.path}/checkpoints/{self.checkpoint.name}"
             after = f"or with --resume {self.path} if you edit its files"
             error.add_note(f"the last step on disk is in {place}; the same command continues there, {after}")
-
-    # -- signals
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
@@ -408,8 +394,7 @@ class Run:
         screen.headline = "stopping after this iteration (Ctrl-C again stops at once)"  # printing is not safe here
 
     def stop_requested(self):
-        """(whether any rank has received a signal, whether a save is overdue by rank 0's clock). Collective; called
-        when the state is complete."""
+        """(whether any rank has got a signal, whether a save is overdue by rank 0's clock). Collective."""
         is_late = self.main and self.args.save_every > 0 and time.monotonic() - self.saved > SAVE_SECONDS
         asked = torch.tensor([self.signal or 0, int(is_late)], device=self.accelerator.device)
         signals, late = self.accelerator.reduce(asked).tolist()
@@ -429,8 +414,6 @@ class Run:
                 self.dir.rmdir()
             self.lock.close()
 
-    # -- output
-
     say = staticmethod(screen.say)
 
     def append(self, name, *records):
@@ -445,19 +428,18 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Notes that an iteration is complete, and writes its lines. counts: how many tokens, episodes and so on."""
+        """Notes that an iteration is complete, and writes its lines. counts: of tokens, episodes and so on."""
         self.stepped = True
         self.kept.step = step
         self.kept.iteration = self.iteration
         perf = {f"perf/seconds_{part}": seconds for part, seconds in self.seconds.items()}
-        for name, count in counts.items():
-            perf[f"perf/{name}_per_sec"] = count / sum(self.seconds.values())
+        perf |= {f"perf/{name}_per_sec": count / sum(self.seconds.values()) for name, count in counts.items()}
         perf["perf/peak_memory_mb"] = peak_memory_mb(self.accelerator.device)
         self.logged = {}
         self._write(step, metrics, perf)
 
     def log_evaluation(self, step, metrics):
-        """Writes the lines of an evaluation, which stand behind those of its iteration."""
+        """Writes the lines of an evaluation, behind those of its iteration."""
         perf = {} if step == self.first_step else {"perf/seconds_eval": time.perf_counter() - self.since}
         self._write(step, metrics, perf)
 
@@ -470,22 +452,11 @@ class Run:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self.accelerator.log(metrics | perf, step=step)
 
-    def _status(self, step):
-        """Prints the main metrics of an iteration in a row."""
-        # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
-        labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown if name in self.logged}
-        parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items()]
-        seconds_left = (time.monotonic() - self.start) / (step - self.timed_from) * (self.total_steps - step)
-        eta = f"eta {timedelta(seconds=round(seconds_left))}"
-        screen.headline = f"{step}/{self.total_steps}, {eta}"
-        self.say(" | ".join([f"{step}/{self.total_steps}", *parts, self._seconds(), eta]))
-
     def _seconds(self):
         return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
 
     def samples(self, step, rows):
-        """Logs samples, dicts with equal keys: all to samples.jsonl, three of different prompts or betas as a table on
-        the terminal."""
+        """Logs samples, dicts with equal keys, to samples.jsonl, and prints three of different prompts or betas."""
         if not self.main or not rows:
             return
         self.append("samples.jsonl", *({"step": step, **row} for row in rows))
@@ -496,16 +467,14 @@ class Run:
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
     def log_episodes(self, tokenizer, batch, scores, advantages, count=4):
-        """Writes the first episodes of a rollout to rollouts.jsonl, responses up to the last trained token, what is not
-        trained in brackets. scores, advantages: (B,)."""
+        """Writes the first episodes of a rollout to rollouts.jsonl: responses up to the last trained token, with what
+        is not trained in brackets. scores, advantages: (B,)."""
         for place, (ids, labels, _) in enumerate(batch.examples[:count]):
             begin = len(batch.queries[place])
             output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
             record = {"step": self.step, "prompt": batch.prompts[place], "output": output}
             record |= {"score": scores[place].item(), "advantage": advantages[place].item()}
             self.append("rollouts.jsonl", record)
-
-    # -- the end
 
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
@@ -517,8 +486,8 @@ class Run:
         on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
-        """Exports the model, prints the last lines and writes the card, which marks the run as finished. Returns
-        `result`. prompt and usage: as `lines_of_use` returns them."""
+        """Exports the model, prints the last lines, writes the card and marks the run as finished. Returns `result`.
+        prompt, usage: as `lines_of_use` returns them."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))
@@ -555,7 +524,7 @@ class Run:
             HfApi().create_repo(self.args.push_to_hub, private=True, exist_ok=True)
             HfApi().upload_folder(repo_id=self.args.push_to_hub, folder_path=f"{self.dir}/hf_model")
         env = json.loads((self.dir / "env.json").read_text())
-        names = [*dict.fromkeys([self.headline, *self.shown])]
+        names = [self.headline, *self.shown]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"
         draw_curves(records, names, title, self.dir / "curve.png")
         ckpt.write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
@@ -579,15 +548,16 @@ def points(records, name):
 
 
 def change_of(records, samples, name):
-    """How a metric has changed from its first to its last value, in words; of an evaluated one with the standard error
-    over its rows in samples. "" where it has no values."""
+    """How a metric has changed from its first to its last value, in words, or "" without values. Of an evaluated one
+    with the standard error over its rows in samples."""
     curve = points(records, name)
     if not curve:
         return ""
     said = f"{name} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}"
     *_, group, column = name.split("/")
     rows = [row for row in samples if column in row and row.get("set", group) == group and name.startswith("eval/")]
-    before, after = ([row[column] for row in rows if row["step"] == step] for step in (curve[0][0], curve[-1][0]))
+    before = [row[column] for row in rows if row["step"] == curve[0][0]]
+    after = [row[column] for row in rows if row["step"] == curve[-1][0]]
     changes = [new - old for new, old in zip(after, before, strict=False)]
     if len(changes) < 2:
         return said
@@ -598,7 +568,7 @@ def change_of(records, samples, name):
 
 
 def draw_curves(records, names, title, path):
-    """Draws metrics from records, the lines of metrics.jsonl: names in their order, then those of evaluations. All sets
+    """Draws metrics of records, the lines of metrics.jsonl: names in their order, then those of evaluations. All sets
     and betas of a metric share a panel, also with a training metric of that name."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -623,8 +593,7 @@ def draw_curves(records, names, title, path):
 
 
 def model_card(env, names, records, samples, usage):
-    """README.md of a run. env: the contents of env.json. names: the most important metrics, the headline first.
-    records, samples: the lines of metrics.jsonl and samples.jsonl."""
+    """README.md of a run. names: metrics, the headline first. records, samples: of metrics.jsonl, samples.jsonl."""
     flags = env["flags"]
     title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
     numbers = []

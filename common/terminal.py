@@ -15,8 +15,8 @@ WIDEST = 4000  # characters of a line of a table in markdown, so that rows are l
 
 
 class Screen:
-    """The progress line of this process: how far the run is, what it does now, and how far that is. Only if output and
-    errors go to a terminal, since `| tee log` would print into the line, and only in the first process of a machine."""
+    """The progress line: how far the run is, what it does now, and how far that is. Only if output and errors go to a
+    terminal, since `| tee log` would print into the line, and only in the first process of a machine."""
 
     def __init__(self):
         self.progress = None
@@ -32,7 +32,6 @@ class Screen:
         self.progress.start()
 
     def stop(self):
-        """Clears the line."""
         if self.progress:
             self.progress.stop()
         self.__init__()
@@ -48,8 +47,8 @@ class Screen:
             self.progress.advance(self.part, count)
 
     def say(self, text):
-        """Prints text above the line, in the first process of all; what is not printable in it, but the ends of lines,
-        is written out."""
+        """Prints text above the line, in the first process of all. Line ends stay; other control characters are
+        written out."""
         if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
             return
         text = "\n".join(map(visible, text.split("\n")))
@@ -74,8 +73,8 @@ def visible(text):
 
 
 def cell_text(value):
-    """A cell of a table: numbers with three digits, texts as one line, long ones without their middle: the question of
-    a chat is at the end of its prompt."""
+    """A cell of a table: numbers with three digits, texts as one line. Long ones lose their middle, since the question
+    of a chat is at the end of its prompt."""
     if isinstance(value, float):
         return f"{value:.3g}"
     text = "not finite" if value is None else visible(str(value))

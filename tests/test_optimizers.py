@@ -49,13 +49,13 @@ def test_an_optimizer_without_epsilon_that_counts_in_its_groups_continues_exactl
     first = ckpt.settings_of(optimizer)
     trained(model, optimizer, 3)
     frozen = ckpt.frozen_weights(model)
-    files, state = ckpt.pack_state(model, optimizer, frozen, first, step=3, best_step=None)
+    files, state = ckpt.pack_state(model, optimizer, frozen, first, step=3, best_step=None, run={})
     assert state["optimizer_settings"] == [{"steps": 3}]
-    ckpt.write_checkpoint(tmp_path, files, state | {"run": {}}, 1)
+    ckpt.write_checkpoint(tmp_path, files, state, 1)
     expected = trained(model, optimizer, 2)
 
     model, optimizer = made()
-    [path] = (tmp_path / "checkpoints").iterdir()
+    path = tmp_path / "checkpoints/step_00000003"
     state = ckpt.read_checkpoint(path)
     ckpt.unpack_state(path, state, model, optimizer, ckpt.frozen_weights(model))
     assert optimizer.param_groups[0]["steps"] == 3

@@ -509,11 +509,11 @@ def test_the_time_left_is_of_later_iterations(monkeypatch, capsys):
     run.args = SimpleNamespace(check=False, seed=1)
     run.kept = SimpleNamespace(iteration=3)  # it continues
     run.__dict__ |= {"main": True, "first_step": 6, "num_iterations": 8, "steps_per_iteration": 2, "total_steps": 16}
-    run.__dict__ |= {"shown": [], "logged": {}}
+    run.__dict__ |= {"shown": [], "logged": {}, "dir": None}
     clock[0] += 100
     for iteration in run.iterations():
         clock[0] += 50 if iteration == 4 else 10
-        run._status(run.step)
+        run.save(run.step, None)
     assert re.findall(r"eta (\S+)", capsys.readouterr().out) == ["0:03:20", "0:00:30", "0:00:20", "0:00:10", "0:00:00"]
 
 

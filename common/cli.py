@@ -174,10 +174,13 @@ StopString = Annotated[str, Range("texts that are not empty", len)]  # every res
 
 
 def find_range(annotation):
-    """The Range in a type such as `Count`, `Count | None` or `tuple[Share, Share]`; None if it has none."""
+    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Share, Share]`; None if it has none."""
     if isinstance(annotation, Range):
         return annotation
-    return next(filter(None, map(find_range, typing.get_args(annotation))), None)
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return Range(f"one of {', '.join(inner)}", inner.__contains__)
+    return next(filter(None, map(find_range, inner)), None)
 
 
 def problems_of(args):
@@ -200,6 +203,9 @@ def problems_of(args):
             problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
         if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
             problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
+    for stop in getattr(args, "stop", ()):
+        if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
+            problems.append(f"--stop {stop} begins with a backslash and a letter: a line break is $'\\n' in a shell")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     return problems
@@ -209,7 +215,9 @@ def problems_of(args):
 
 
 @dataclass
-class DataArgs:
+class RunArgs:
+    """Flags of every script."""
+
     required = ("model", "dataset")  # fields that must be given
 
     dataset: str | None = None
@@ -218,10 +226,6 @@ class DataArgs:
     eval_dataset: str | None = None
     """Evaluation rows, in the formats of --dataset. Several sets: separated by commas, or a mapping from names to rows.
     Default: none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
-
-
-@dataclass
-class WeightArgs:
     model: str | None = None
     """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
     revision: str | None = None
@@ -239,10 +243,47 @@ class WeightArgs:
     """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules to adapt, by the last part of the name; all-linear: all linear layers except the output layer or head."""
+    run_dir: str | None = None
+    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
+    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
+    supports it; otherwise no. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
+    best evaluation."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints to keep, besides the best by evaluation."""
+    eval_every: Natural = 100
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Also send the metrics to a tracker, under the project WANDB_PROJECT or else plainrl (WANDB_MODE=offline works
+    without an account)."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
+    is already finished uploads nothing."""
+    check: bool = False
+    """Run one iteration on the longest rows (two if each is one optimizer step), print its time, what the whole run
+    would take, and the peak memory, and exit. Writes nothing."""
+
+    def __post_init__(self):
+        stop_if([*problems_of(self), *self.problems()])
+
+    def problems(self):
+        """A sentence for each broken rule of a script's own flags."""
+        return []
 
 
 @dataclass
-class ModelArgs(WeightArgs):
+class ModelArgs:
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
     template_options: tuple[str, ...] = ()
@@ -254,30 +295,6 @@ class ModelArgs(WeightArgs):
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
     """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
-
-
-@dataclass
-class SamplingArgs:
-    max_new_tokens: Count = 64
-    """Maximum length of a response, in tokens."""
-    stop: tuple[StopString, ...] = ()
-    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
-    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
-    eval_temperature: NonNegative = 1.0
-    """Sampling temperature in evaluations; 0: greedy."""
-    top_k: Natural = 0
-    """Evaluations sample from the k most likely tokens; 0: from all."""
-    top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
-    decode_batch_size: Count = 256
-    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
-    metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
-
-    def evaluation(self):
-        """Options of `generate_all` in evaluations."""
-        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
 
 
 @dataclass
@@ -326,63 +343,37 @@ class OptimizerArgs:
 
 
 @dataclass
-class RunArgs:
-    run_dir: str | None = None
-    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
-    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
-    supports it; otherwise no. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
-    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
-    best evaluation."""
-    keep_checkpoints: Count = 2
-    """How many of the newest checkpoints to keep, besides the best by evaluation."""
-    eval_every: Natural = 100
-    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Also send the metrics to a tracker, under the project WANDB_PROJECT or else plainrl (WANDB_MODE=offline works
-    without an account)."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
-    is already finished uploads nothing."""
-    check: bool = False
-    """Run one iteration on the longest rows (two if each is one optimizer step), print its time, what the whole run
-    would take, and the peak memory, and exit. Writes nothing."""
-
-    def __post_init__(self):
-        stop_if([*problems_of(self), *self.problems()])
-
-    def problems(self):
-        """A sentence for each broken rule of a script's own flags."""
-        return []
-
-
-@dataclass
-class TextArgs(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class TextArgs(RunArgs, ModelArgs, OptimizerArgs):
     """Flags of a script that trains a language model and samples from it."""
+
+    max_new_tokens: Count = 64
+    """Maximum length of a response, in tokens."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
+
+    def evaluation(self):
+        """Options of `generate_all` in evaluations."""
+        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
 
 
 @dataclass
 class RolloutArgs(TextArgs):
     """Flags of a script that trains a language model on its own samples."""
 
-    required = (*DataArgs.required, "reward")
-
     max_prompt_length: Count | None = None
     """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
-    reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
-    {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
-    it has several) or of a LoRA adapter for one."""
     rollout: str | None = None
     """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
     several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""

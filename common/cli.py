@@ -47,9 +47,6 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-# ---- Command line ----------------------------------------------------------------------------------------------------
-
-
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     try:
@@ -82,8 +79,7 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 
 def parse(argv, args_class, task=None):
-    """args_class, filled from the words of a command line (tyro), which override the YAML files named by --config.
-    task: the YAML file of an embedded task, used if none of --model, --dataset and --config is given."""
+    """args_class from the words of a command line, which override the YAML files. task: that of the embedded task."""
     import tyro
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -138,8 +134,7 @@ def read_config(path, args_class, skips_unknown=False):
 
 
 def foreign_names(words, args_class, script):
-    """A sentence for each flag that the script lacks and that has a row in algos/MIGRATION.md, as those of TRL and trlX
-    have: it quotes the row, from the script's section, else from that of every script, else from another's."""
+    """A sentence for each flag that only a row of algos/MIGRATION.md knows; the script's own section comes first."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
@@ -154,7 +149,7 @@ def foreign_names(words, args_class, script):
     return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
-# ---- Ranges ----------------------------------------------------------------------------------------------------------
+# ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
 class Range(NamedTuple):
@@ -211,9 +206,6 @@ def problems_of(args):
     return problems
 
 
-# ---- Shared flags ----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class RunArgs:
     """Flags of every script."""
@@ -237,8 +229,7 @@ class RunArgs:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This needs less memory and is about a quarter slower."""
     lora_r: Natural = 0
-    """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights. A LoRA adapter given as
-    --model needs no flag to be trained further."""
+    """Rank of LoRA adapters to train instead of the weights; 0: none. One given as --model is trained without it."""
     lora_alpha: Positive | None = None
     """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
@@ -265,8 +256,7 @@ class RunArgs:
     eval_every: Natural = 100
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
     track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Also send the metrics to a tracker, under the project WANDB_PROJECT or else plainrl (WANDB_MODE=offline works
-    without an account)."""
+    """Also send the metrics to a tracker. Project: WANDB_PROJECT or plainrl; WANDB_MODE=offline needs no account."""
     push_to_hub: str | None = None
     """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
     is already finished uploads nothing."""
@@ -393,13 +383,13 @@ class RolloutArgs(TextArgs):
         return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
 
 
-# ---- Spec strings ----------------------------------------------------------------------------------------------------
+# ---- Functions of the user -------------------------------------------------------------------------------------------
 
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
 
 
 def spec_path(spec):
-    """The file or directory that a spec string names, in the working directory or the repository; None for others."""
+    """The file or directory that a flag's text names, in the working directory or the repository, or None."""
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)
@@ -415,7 +405,7 @@ def is_missing(name):
 
 
 def read_options(words, where):
-    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text. where: begins an error."""
+    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
     stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
     pairs = [word.split("=", 1) for word in words]
     return {key.strip(): yaml.safe_load(value) for key, value in pairs}
@@ -449,14 +439,10 @@ def import_file(path, source):
 
 
 def build(spec, flag):
-    """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
-    Accelerator(): a user's function may start processes."""
+    """What a function or file.py:function returns; else spec. Call it before Accelerator(): it may start processes."""
     function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
     is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
     return function() if is_function else spec
-
-
-# ---- Functions of the user -------------------------------------------------------------------------------------------
 
 
 # What parameters of functions of other libraries are called here.
@@ -465,8 +451,7 @@ PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "proce
 
 
 def accepted(function, name, row, given):
-    """What a user's function takes of the names in `given` and the row's columns: all of them if it has **columns.
-    InputError if it needs more. name: its name in errors."""
+    """The names in `given` and of the row's columns that a user's function takes; InputError if it needs others."""
     columns = [column for column in row if column != "prompt"]
     others = [*given, *getattr(function, "keywords", {})]  # keywords: options behind its name
     taken = [column for column in columns if column in others]
@@ -486,12 +471,11 @@ def accepted(function, name, row, given):
     return names
 
 
-event_loop = functools.cache(asyncio.new_event_loop)  # one of all coroutines: a client that they keep belongs to it
+event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
 
 
 def call_function(function, name, rows, given):
-    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
-    it takes them (`accepted`). All lists are copies. A coroutine is run."""
+    """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
     import torch
 
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
@@ -542,7 +526,7 @@ def call_metric(function, name, rows, given):
 
 
 def checked_columns(name, columns, count):
-    """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
+    """{column: values per row} with lists of floats, or InputError."""
     expected = f"{name} must return {{name: list of {count} finite numbers}}"
     if not isinstance(columns, dict):
         raise InputError(f"{expected}; it returned {columns!r:.60}")
@@ -584,7 +568,7 @@ def call_rollout(function, name, rows, given, sampled):
 
 
 def sampled_part(before, after, sampled):
-    """`before`, and as much more of `after` as was sampled after it. sampled: all (context, ids)."""
+    """`before`, and as much more of `after` as was sampled behind it."""
     for context, ids in sampled:
         whole = [*context, *ids]
         if len(context) <= len(before) and whole[: len(before)] == before:

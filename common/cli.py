@@ -25,6 +25,8 @@ import yaml
 from common.terminal import visible
 
 ROOT = Path(__file__).resolve().parents[1]
+ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
+embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
 class InputError(Exception):
@@ -72,10 +74,6 @@ def refuse_repeated(words, source=""):
     flags = [flag.replace("--no-", "--") for flag in flags]
     repeated = {flag for flag in flags if flags.count(flag) > 1} - {"--config"}
     stop_if([f"{source}{flag} is given twice: give it once" for flag in sorted(repeated)])
-
-
-ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
-embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
 def parse(argv, args_class, task=None):
@@ -178,34 +176,6 @@ def find_range(annotation):
     return next(filter(None, map(find_range, inner)), None)
 
 
-def problems_of(args):
-    """A sentence for each missing flag, value out of its range, and broken rule of the shared flags."""
-    missing = [name for name in args.required if getattr(args, name) is None]
-    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
-    for declared in dataclasses.fields(args):
-        value = getattr(args, declared.name)
-        allowed = find_range(declared.type)
-        values = value if isinstance(value, list | tuple) else [value]
-        if allowed and value is not None and not all(map(allowed.holds, values)):
-            problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
-    if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
-        problems.append("--lora-alpha and --lora-targets need --lora-r")
-    if args.lora_r and getattr(args, "num_layers_unfrozen", -1) != -1:
-        problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-    if hasattr(args, "rollout_batch_size"):
-        size = f"--rollout-batch-size {args.rollout_batch_size}"
-        if args.rollout_batch_size % max(1, args.batch_size):
-            problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
-        if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
-            problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
-    for stop in getattr(args, "stop", ()):
-        if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
-            problems.append(f"--stop {stop} begins with a backslash and a letter: a line break is $'\\n' in a shell")
-    if getattr(args, "rollout", None) and args.stop:
-        problems.append("--stop is not used with --rollout: give stop strings to `sample`")
-    return problems
-
-
 @dataclass
 class RunArgs:
     """Flags of every script."""
@@ -249,8 +219,7 @@ class RunArgs:
     """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
     supports it; otherwise no. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
-    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
-    best evaluation."""
+    """Optimizer steps between checkpoints, at most ten minutes; 0: only at the end and at the best evaluation."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints to keep, besides the best by evaluation."""
     eval_every: Natural = 100
@@ -265,7 +234,32 @@ class RunArgs:
     would take, and the peak memory, and exit. Writes nothing."""
 
     def __post_init__(self):
-        stop_if([*problems_of(self), *self.problems()])
+        """Refuses missing flags, values out of their range, and broken rules of the shared flags and the script's."""
+        missing = [name for name in self.required if getattr(self, name) is None]
+        problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
+        for declared in dataclasses.fields(self):
+            value = getattr(self, declared.name)
+            allowed = find_range(declared.type)
+            values = value if isinstance(value, list | tuple) else [value]
+            if allowed and value is not None and not all(map(allowed.holds, values)):
+                problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
+        if self.lora_r == 0 and (self.lora_alpha or tuple(self.lora_targets) != type(self).lora_targets):
+            problems.append("--lora-alpha and --lora-targets need --lora-r")
+        if self.lora_r and getattr(self, "num_layers_unfrozen", -1) != -1:
+            problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
+        if hasattr(self, "rollout_batch_size"):
+            size = f"--rollout-batch-size {self.rollout_batch_size}"
+            if self.rollout_batch_size % max(1, self.batch_size):
+                problems.append(f"{size} must be a multiple of --batch-size {self.batch_size}")
+            if getattr(self, "total_episodes", math.inf) < self.rollout_batch_size:
+                problems.append(f"--total-episodes {self.total_episodes} must be at least {size}")
+        for stop in getattr(self, "stop", ()):
+            if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
+                problem = f"--stop {stop} begins with a backslash and a letter"
+                problems.append(f"{problem}: a line break is $'\\n' in a shell")
+        if getattr(self, "rollout", None) and self.stop:
+            problems.append("--stop is not used with --rollout: give stop strings to `sample`")
+        stop_if([*problems, *self.problems()])
 
     def problems(self):
         """A sentence for each broken rule of a script's own flags."""
@@ -279,8 +273,7 @@ class ModelArgs:
     template_options: tuple[str, ...] = ()
     """Options of the tokenizer's chat template, such as enable_thinking=false."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
-    left padding it gives NaN in float64 for several model families."""
+    """Attention kernel; default: sdpa if the model has it. With left padding, eager gives NaN in float64 for some."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
@@ -386,6 +379,12 @@ class RolloutArgs(TextArgs):
 # ---- Functions of the user -------------------------------------------------------------------------------------------
 
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+# What parameters of functions of other libraries are called here.
+PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
+PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
+# Columns of samples.jsonl whose names a metric function may not use.
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
+event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
 
 
 def spec_path(spec):
@@ -445,11 +444,6 @@ def build(spec, flag):
     return function() if is_function else spec
 
 
-# What parameters of functions of other libraries are called here.
-PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
-PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
-
-
 def accepted(function, name, row, given):
     """The names in `given` and of the row's columns that a user's function takes; InputError if it needs others."""
     columns = [column for column in row if column != "prompt"]
@@ -469,9 +463,6 @@ def accepted(function, name, row, given):
             known = f"{missing} is called {PARAMETERS[missing]} here. {known}"
         raise InputError(f"{name}: {error}. {known}") from None
     return names
-
-
-event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
 
 
 def call_function(function, name, rows, given):
@@ -516,12 +507,7 @@ def call_reward(function, name, rows, given, lengths=None):
     return checked, checked_columns(name, others, len(rows))
 
 
-# Columns of samples.jsonl whose names a metric function may not use.
-TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
-
-
 def call_metric(function, name, rows, given):
-    """{column: values per row} of a metric function."""
     return checked_columns(name, call_function(function, name, rows, given), len(rows))
 
 

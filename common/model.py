@@ -526,8 +526,6 @@ def classifier_logits(model, lines):
 
 
 # ---- What the architecture allows ------------------------------------------------------------------------------------
-#
-# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero.
 
 SECOND = torch.arange(9) >= 4  # which of nine tokens belong to the second of two rows
 
@@ -571,7 +569,7 @@ def can_pack(lm, packing, say):
 
 
 def leaks(lm, sources, readers, **inputs):
-    """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
+    """Whether lm's output at readers has a gradient at the embeddings of sources, (T,) bool. inputs: tensors (T,)."""
     embeddings = []
 
     def embed(layer, ids):

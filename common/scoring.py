@@ -31,8 +31,7 @@ def first_label(labels):
 
 
 def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t]."""
+    """-log softmax(logits)[t, labels[t]] at least in float32; 0 where a label is -100. logits (..., V), labels (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
@@ -43,14 +42,13 @@ def token_entropies(logits, labels):
 
 
 def line_logprobs(model, lines, temperature=1.0, also=None):
-    """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, as `token_logprobs` computes
-    them, line by line. A line is a list of examples (ids, labels, ...); a label is the id itself, or -100. An
-    encoder-decoder has one example in a line, padded as in sampling."""
+    """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, by `token_logprobs`. A line is a
+    list of examples (ids, labels, ...), of one for an encoder-decoder; a label is the id itself, or -100."""
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:
         rows = [line[0][0] for line in lines]
         row_labels = [line[0][1] for line in lines]
-        begins = [first_label(labels) for labels in row_labels]
+        begins = [first_label(labels) for labels in row_labels]  # padded as in sampling
         mask = pad_rows([[1] * len(row) for row in rows], 0, begins)
         columns = {"input_ids": pad_rows(rows, 0, begins), "attention_mask": mask}
         labels = pad_rows(row_labels, -100, begins)
@@ -116,8 +114,8 @@ def split_lines(accelerator, examples, batch_size, packing=False):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
     with packing several (`in_lines`). Padded, a micro-batch has no more tokens than batch_size of the longest line;
     once it is half full, a line of less than 3/4 of its longest begins another one. The lines of all processes are
-    sorted by length, so that there is little padding, and dealt out in turn: as many to each, since every process takes
-    part in every exchange of gradients."""
+    sorted by length, so that there is little padding, and dealt out in turn: as many to each, since all join in every
+    exchange of gradients."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     while len(lines) % accelerator.num_processes:
         ids, *_ = examples[0]
@@ -157,8 +155,7 @@ def pair_length(pair):
 
 
 def split_rows(accelerator, rows, lengths, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
-    lengths: of all rows, in tokens."""
+    """This process's share of a batch of row numbers, in micro-batches of at most batch_size. lengths: of all rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
     own_lengths = [lengths[row] for row in local]
     if packing:  # texts of any length fill a line
@@ -183,7 +180,7 @@ def score_pairs(accelerator, score, pairs, batch_size):
 
 def in_chunks(function, layer, vocabulary, states, *columns):
     """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of CHUNK logits. They
-    are recomputed in the backward pass, so that one is in memory; what fits into two is neither split nor recomputed."""
+    are recomputed in the backward pass, so that only one is in memory; what fits into two is not split."""
 
     def of_rows(states, *columns):
         return function(layer(states), *columns)
@@ -202,8 +199,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 @contextmanager
 def in_float32(*modules):
-    """Inside, the weights of modules (heads) are at least float32, although FSDP2 gathers them in bfloat16. What they
-    compute is float32 only without autocast."""
+    """Inside, the weights of heads are at least float32, although FSDP2 gathers bfloat16. Autocast must be off, too."""
     with ExitStack() as stack:
         for module, name, weight in itertools.chain(*map(named_weights, modules)):
             stack.callback(module._parameters.update, {name: weight})

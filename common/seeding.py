@@ -29,7 +29,7 @@ def uniforms(seed, stream, step, rows, n):
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64; uniforms (B,), which are
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64. The uniforms (B,) are
     scaled by the last cumulative value, and searched to the right, so no token of probability zero is drawn."""
     if temperature == 0:
         return logits.argmax(-1)

@@ -347,9 +347,9 @@ def train_adapters(lm, args, heads=()):
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
-    if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
-        raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
     if not (args.lora_r or is_loaded):
+        if args.load_in_4bit or getattr(lm, "is_quantized", False):
+            raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
         return
     if args.lora_r:
         from peft import LoraConfig

@@ -31,7 +31,7 @@ def first_label(labels):
 
 
 def token_nll(logits, labels):
-    """-log softmax(logits)[t, labels[t]] at least in float32; 0 where a label is -100. logits (..., V), labels (...)."""
+    """-log softmax(logits)[t, labels[t]] at least in float32; 0 at labels of -100. logits (..., V), labels (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
@@ -68,11 +68,9 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts. logprobs are
     (model(**inputs).logits[:, -K:].float() / temperature).log_softmax(-1) at the labels; all else saves memory.
-
     labels (B, K) are predicted from the last K positions of inputs. places (N,): which of them to score, as flat
     positions, since a GPU has to wait for a mask. states[:, t] is what the output layer, and a head, reads for
-    labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others.
-    """
+    labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others."""
     lm = getattr(model, "module", model)
     vocabulary = lm.get_output_embeddings().weight.shape[0]
     is_plain = getattr(lm, "plain_output", False)
@@ -114,8 +112,7 @@ def split_lines(accelerator, examples, batch_size, packing=False):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
     with packing several (`in_lines`). Padded, a micro-batch has no more tokens than batch_size of the longest line;
     once it is half full, a line of less than 3/4 of its longest begins another one. The lines of all processes are
-    sorted by length, so that there is little padding, and dealt out in turn: as many to each, since all join in every
-    exchange of gradients."""
+    sorted by length and dealt out in turn, as many to each, since all take part in every exchange of gradients."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     while len(lines) % accelerator.num_processes:
         ids, *_ = examples[0]

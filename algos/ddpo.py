@@ -44,7 +44,6 @@ from torch import nn
 from common.checkpoint import replacing
 from common.cli import (
     Count,
-    DataArgs,
     InputError,
     Natural,
     NonNegative,
@@ -53,7 +52,6 @@ from common.cli import (
     Range,
     RunArgs,
     Share,
-    WeightArgs,
     build,
     cli,
     spec_path,
@@ -71,10 +69,10 @@ TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset an
 
 
 @dataclass
-class Args(RunArgs, WeightArgs, DataArgs, OptimizerArgs):
+class Args(RunArgs, OptimizerArgs):
     """Denoising diffusion policy optimisation of a Stable Diffusion pipeline."""
 
-    required = (*DataArgs.required, "reward")
+    required = (*RunArgs.required, "reward")
 
     # ---- algorithm
     num_epochs: Count = 100

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
+from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, build, cli
 from common.data import int32, pad_rows, read_data, set_prefix
 from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
@@ -65,8 +65,6 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --datase
 @dataclass
 class Args(RolloutArgs):
     """Group relative policy optimisation of a language model."""
-
-    required = TextArgs.required  # not the reward
 
     # ---- algorithm
     reward: str | None = None

@@ -65,7 +65,13 @@ TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --datase
 class Args(RolloutArgs):
     """Proximal policy optimisation of a language model."""
 
+    required = (*RolloutArgs.required, "reward")
+
     # ---- algorithm
+    reward: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
+    {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
+    it has several) or of a LoRA adapter for one."""
     rollout_batch_size: Count | None = None
     """Episodes per iteration, over all processes. Default: 512 (code of Ziegler et al.), or --total-episodes if that is
     less."""

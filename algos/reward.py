@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, DataArgs, InputError, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, build, cli
+from common.cli import Count, InputError, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, build, cli
 from common.data import (
     in_lines,
     int32,
@@ -76,7 +76,7 @@ TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # used without --model, --dat
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, DataArgs, OptimizerArgs):
+class Args(RunArgs, ModelArgs, OptimizerArgs):
     """A reward model from preferences."""
 
     # ---- algorithm

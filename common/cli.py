@@ -25,6 +25,8 @@ import yaml
 from common.terminal import visible
 
 ROOT = Path(__file__).resolve().parents[1]
+ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
+embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
 
 
 class InputError(Exception):
@@ -45,9 +47,6 @@ def stop_if(problems):
 
 def flag_of(name):
     return "--" + name.replace("_", "-")
-
-
-# ---- Command line ----------------------------------------------------------------------------------------------------
 
 
 def cli(args_class, main, task=None):
@@ -77,13 +76,8 @@ def refuse_repeated(words, source=""):
     stop_if([f"{source}{flag} is given twice: give it once" for flag in sorted(repeated)])
 
 
-ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
-embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
-
-
 def parse(argv, args_class, task=None):
-    """args_class, filled from the words of a command line (tyro), which override the YAML files named by --config.
-    task: the YAML file of an embedded task, used if none of --model, --dataset and --config is given."""
+    """args_class from the words of a command line, which override the YAML files. task: that of the embedded task."""
     import tyro
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -138,8 +132,7 @@ def read_config(path, args_class, skips_unknown=False):
 
 
 def foreign_names(words, args_class, script):
-    """A sentence for each flag that the script lacks and that has a row in algos/MIGRATION.md, as those of TRL and trlX
-    have: it quotes the row, from the script's section, else from that of every script, else from another's."""
+    """A sentence for each flag that only a row of algos/MIGRATION.md knows; the script's own section comes first."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
@@ -154,7 +147,7 @@ def foreign_names(words, args_class, script):
     return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
-# ---- Ranges ----------------------------------------------------------------------------------------------------------
+# ---- Flags -----------------------------------------------------------------------------------------------------------
 
 
 class Range(NamedTuple):
@@ -174,42 +167,19 @@ StopString = Annotated[str, Range("texts that are not empty", len)]  # every res
 
 
 def find_range(annotation):
-    """The Range in a type such as `Count`, `Count | None` or `tuple[Share, Share]`; None if it has none."""
+    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Share, Share]`; None if it has none."""
     if isinstance(annotation, Range):
         return annotation
-    return next(filter(None, map(find_range, typing.get_args(annotation))), None)
-
-
-def problems_of(args):
-    """A sentence for each missing flag, value out of its range, and broken rule of the shared flags."""
-    missing = [name for name in args.required if getattr(args, name) is None]
-    problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
-    for declared in dataclasses.fields(args):
-        value = getattr(args, declared.name)
-        allowed = find_range(declared.type)
-        values = value if isinstance(value, list | tuple) else [value]
-        if allowed and value is not None and not all(map(allowed.holds, values)):
-            problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
-    if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
-        problems.append("--lora-alpha and --lora-targets need --lora-r")
-    if args.lora_r and getattr(args, "num_layers_unfrozen", -1) != -1:
-        problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-    if hasattr(args, "rollout_batch_size"):
-        size = f"--rollout-batch-size {args.rollout_batch_size}"
-        if args.rollout_batch_size % max(1, args.batch_size):
-            problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
-        if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
-            problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
-    if getattr(args, "rollout", None) and args.stop:
-        problems.append("--stop is not used with --rollout: give stop strings to `sample`")
-    return problems
-
-
-# ---- Shared flags ----------------------------------------------------------------------------------------------------
+    inner = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return Range(f"one of {', '.join(inner)}", inner.__contains__)
+    return next(filter(None, map(find_range, inner)), None)
 
 
 @dataclass
-class DataArgs:
+class RunArgs:
+    """Flags of every script."""
+
     required = ("model", "dataset")  # fields that must be given
 
     dataset: str | None = None
@@ -218,10 +188,6 @@ class DataArgs:
     eval_dataset: str | None = None
     """Evaluation rows, in the formats of --dataset. Several sets: separated by commas, or a mapping from names to rows.
     Default: none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
-
-
-@dataclass
-class WeightArgs:
     model: str | None = None
     """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
     revision: str | None = None
@@ -233,51 +199,85 @@ class WeightArgs:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This needs less memory and is about a quarter slower."""
     lora_r: Natural = 0
-    """Rank of the LoRA adapters that are trained instead of the weights; 0: train all weights. A LoRA adapter given as
-    --model needs no flag to be trained further."""
+    """Rank of LoRA adapters to train instead of the weights; 0: none. One given as --model is trained without it."""
     lora_alpha: Positive | None = None
     """LoRA adapters are scaled by alpha / r; default: the rank, which gives a scale of 1."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules to adapt, by the last part of the name; all-linear: all linear layers except the output layer or head."""
+    run_dir: str | None = None
+    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
+    resume: str = "auto"
+    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
+    seed: int = 1
+    """Seed of every random draw."""
+    threads: Count | None = None
+    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
+    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
+    mixed_precision: Literal["no", "bf16"] | None = None
+    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
+    supports it; otherwise no. Weights and optimizer keep --dtype."""
+    save_every: Natural = 100
+    """Optimizer steps between checkpoints, at most ten minutes; 0: only at the end and at the best evaluation."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints to keep, besides the best by evaluation."""
+    eval_every: Natural = 100
+    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
+    track: Literal["off", "wandb", "tensorboard"] = "off"
+    """Also send the metrics to a tracker. Project: WANDB_PROJECT or plainrl; WANDB_MODE=offline needs no account."""
+    push_to_hub: str | None = None
+    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
+    is already finished uploads nothing."""
+    check: bool = False
+    """Run one iteration on the longest rows (two if each is one optimizer step), print its time, what the whole run
+    would take, and the peak memory, and exit. Writes nothing."""
+
+    def __post_init__(self):
+        """Refuses missing flags, values out of their range, and broken rules of the shared flags and the script's."""
+        missing = [name for name in self.required if getattr(self, name) is None]
+        problems = [f"{flag_of(name)} is missing: --help says what it takes" for name in missing]
+        for declared in dataclasses.fields(self):
+            value = getattr(self, declared.name)
+            allowed = find_range(declared.type)
+            values = value if isinstance(value, list | tuple) else [value]
+            if allowed and value is not None and not all(map(allowed.holds, values)):
+                problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
+        if self.lora_r == 0 and (self.lora_alpha or tuple(self.lora_targets) != type(self).lora_targets):
+            problems.append("--lora-alpha and --lora-targets need --lora-r")
+        if self.lora_r and getattr(self, "num_layers_unfrozen", -1) != -1:
+            problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
+        if hasattr(self, "rollout_batch_size"):
+            size = f"--rollout-batch-size {self.rollout_batch_size}"
+            if self.rollout_batch_size % max(1, self.batch_size):
+                problems.append(f"{size} must be a multiple of --batch-size {self.batch_size}")
+            if getattr(self, "total_episodes", math.inf) < self.rollout_batch_size:
+                problems.append(f"--total-episodes {self.total_episodes} must be at least {size}")
+        for stop in getattr(self, "stop", ()):
+            if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
+                problem = f"--stop {stop} begins with a backslash and a letter"
+                problems.append(f"{problem}: a line break is $'\\n' in a shell")
+        if getattr(self, "rollout", None) and self.stop:
+            problems.append("--stop is not used with --rollout: give stop strings to `sample`")
+        stop_if([*problems, *self.problems()])
+
+    def problems(self):
+        """A sentence for each broken rule of a script's own flags."""
+        return []
 
 
 @dataclass
-class ModelArgs(WeightArgs):
+class ModelArgs:
     tokenizer: str | None = None
     """Hub id or directory of the tokenizer; from Python, also the object. Default: that of --model."""
     template_options: tuple[str, ...] = ()
     """Options of the tokenizer's chat template, such as enable_thinking=false."""
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2"] | None = None
-    """Attention kernel; default: sdpa if the model has it. On CPUs eager is slightly faster for short rows, but with
-    left padding it gives NaN in float64 for several model families."""
+    """Attention kernel; default: sdpa if the model has it. With left padding, eager gives NaN in float64 for some."""
     num_layers_unfrozen: int = -1
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
     """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
-
-
-@dataclass
-class SamplingArgs:
-    max_new_tokens: Count = 64
-    """Maximum length of a response, in tokens."""
-    stop: tuple[StopString, ...] = ()
-    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
-    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
-    eval_temperature: NonNegative = 1.0
-    """Sampling temperature in evaluations; 0: greedy."""
-    top_k: Natural = 0
-    """Evaluations sample from the k most likely tokens; 0: from all."""
-    top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
-    decode_batch_size: Count = 256
-    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
-    metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
-
-    def evaluation(self):
-        """Options of `generate_all` in evaluations."""
-        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
 
 
 @dataclass
@@ -326,63 +326,37 @@ class OptimizerArgs:
 
 
 @dataclass
-class RunArgs:
-    run_dir: str | None = None
-    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
-    resume: str = "auto"
-    """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
-    seed: int = 1
-    """Seed of every random draw."""
-    threads: Count | None = None
-    """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
-    an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
-    deterministic: bool = False
-    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
-    mixed_precision: Literal["no", "bf16"] | None = None
-    """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
-    supports it; otherwise no. Weights and optimizer keep --dtype."""
-    save_every: Natural = 100
-    """Optimizer steps between checkpoints, or fewer if they take more than ten minutes; 0: only at the end and at the
-    best evaluation."""
-    keep_checkpoints: Count = 2
-    """How many of the newest checkpoints to keep, besides the best by evaluation."""
-    eval_every: Natural = 100
-    """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
-    track: Literal["off", "wandb", "tensorboard"] = "off"
-    """Also send the metrics to a tracker, under the project WANDB_PROJECT or else plainrl (WANDB_MODE=offline works
-    without an account)."""
-    push_to_hub: str | None = None
-    """Upload hf_model/ to this hub repository (org/name) at the end, using the login of the hub's own tools. A run that
-    is already finished uploads nothing."""
-    check: bool = False
-    """Run one iteration on the longest rows (two if each is one optimizer step), print its time, what the whole run
-    would take, and the peak memory, and exit. Writes nothing."""
-
-    def __post_init__(self):
-        stop_if([*problems_of(self), *self.problems()])
-
-    def problems(self):
-        """A sentence for each broken rule of a script's own flags."""
-        return []
-
-
-@dataclass
-class TextArgs(RunArgs, ModelArgs, DataArgs, OptimizerArgs, SamplingArgs):
+class TextArgs(RunArgs, ModelArgs, OptimizerArgs):
     """Flags of a script that trains a language model and samples from it."""
+
+    max_new_tokens: Count = 64
+    """Maximum length of a response, in tokens."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
+
+    def evaluation(self):
+        """Options of `generate_all` in evaluations."""
+        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
 
 
 @dataclass
 class RolloutArgs(TextArgs):
     """Flags of a script that trains a language model on its own samples."""
 
-    required = (*DataArgs.required, "reward")
-
     max_prompt_length: Count | None = None
     """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
-    reward: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
-    {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
-    it has several) or of a LoRA adapter for one."""
     rollout: str | None = None
     """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
     several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
@@ -402,13 +376,19 @@ class RolloutArgs(TextArgs):
         return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
 
 
-# ---- Spec strings ----------------------------------------------------------------------------------------------------
+# ---- Functions of the user -------------------------------------------------------------------------------------------
 
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
+# What parameters of functions of other libraries are called here.
+PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
+PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
+# Columns of samples.jsonl whose names a metric function may not use.
+TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
+event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
 
 
 def spec_path(spec):
-    """The file or directory that a spec string names, in the working directory or the repository; None for others."""
+    """The file or directory that a flag's text names, in the working directory or the repository, or None."""
     if not isinstance(spec, str):
         return None
     match = SPEC.fullmatch(spec)
@@ -424,7 +404,7 @@ def is_missing(name):
 
 
 def read_options(words, where):
-    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text. where: begins an error."""
+    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
     stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
     pairs = [word.split("=", 1) for word in words]
     return {key.strip(): yaml.safe_load(value) for key, value in pairs}
@@ -458,24 +438,14 @@ def import_file(path, source):
 
 
 def build(spec, flag):
-    """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
-    Accelerator(): a user's function may start processes."""
+    """What a function or file.py:function returns; else spec. Call it before Accelerator(): it may start processes."""
     function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
     is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
     return function() if is_function else spec
 
 
-# ---- Functions of the user -------------------------------------------------------------------------------------------
-
-
-# What parameters of functions of other libraries are called here.
-PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
-PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
-
-
 def accepted(function, name, row, given):
-    """What a user's function takes of the names in `given` and the row's columns: all of them if it has **columns.
-    InputError if it needs more. name: its name in errors."""
+    """The names in `given` and of the row's columns that a user's function takes; InputError if it needs others."""
     columns = [column for column in row if column != "prompt"]
     others = [*given, *getattr(function, "keywords", {})]  # keywords: options behind its name
     taken = [column for column in columns if column in others]
@@ -495,12 +465,8 @@ def accepted(function, name, row, given):
     return names
 
 
-event_loop = functools.cache(asyncio.new_event_loop)  # one of all coroutines: a client that they keep belongs to it
-
-
 def call_function(function, name, rows, given):
-    """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
-    it takes them (`accepted`). All lists are copies. A coroutine is run."""
+    """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
     import torch
 
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
@@ -541,17 +507,12 @@ def call_reward(function, name, rows, given, lengths=None):
     return checked, checked_columns(name, others, len(rows))
 
 
-# Columns of samples.jsonl whose names a metric function may not use.
-TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
-
-
 def call_metric(function, name, rows, given):
-    """{column: values per row} of a metric function."""
     return checked_columns(name, call_function(function, name, rows, given), len(rows))
 
 
 def checked_columns(name, columns, count):
-    """{column: values per row} with lists of floats, or InputError. name: of the function that returned it."""
+    """{column: values per row} with lists of floats, or InputError."""
     expected = f"{name} must return {{name: list of {count} finite numbers}}"
     if not isinstance(columns, dict):
         raise InputError(f"{expected}; it returned {columns!r:.60}")
@@ -593,7 +554,7 @@ def call_rollout(function, name, rows, given, sampled):
 
 
 def sampled_part(before, after, sampled):
-    """`before`, and as much more of `after` as was sampled after it. sampled: all (context, ids)."""
+    """`before`, and as much more of `after` as was sampled behind it."""
     for context, ids in sampled:
         whole = [*context, *ids]
         if len(context) <= len(before) and whole[: len(before)] == before:

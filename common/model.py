@@ -1,8 +1,7 @@
 """Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, adapters, classifiers.
 
-Every model is one that transformers finds by its configuration, without a branch for any architecture. LoRA adapters
-(arXiv 2106.09685) are peft's layers inserted into the model: peft's own wrapper has other names of weights, and lacks
-the methods of a transformers model.
+transformers finds a model's class by its configuration; no architecture has a branch here. LoRA adapters (arXiv
+2106.09685) are peft's layers without its wrapper, which renames weights and lacks methods of a transformers model.
 """
 
 import contextlib
@@ -28,16 +27,13 @@ from common.terminal import screen
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
-    """(model, tokenizer, names of weights missing from the files), loaded by the transformers class named auto_class.
-
-    path: a directory, a hub id, a LoRA adapter in one of these, or a model. keywords go to from_pretrained. --revision
-    is that of --model, since other flags name other repositories.
-    """
+    """(model, tokenizer, names of weights missing from the files) of path: a directory, a hub id, a LoRA adapter in one
+    of these, or a model. auto_class: a name in transformers. keywords go to from_pretrained."""
     import transformers
 
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
-    revision = args.revision if flag == "--model" else None
+    revision = args.revision if flag == "--model" else None  # other flags name other repositories
     dtype = getattr(torch, args.dtype)
     keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
     keywords["trust_remote_code"] = args.trust_remote_code
@@ -69,8 +65,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, libraries are quiet, and an exception becomes an InputError with its message. Refuses a path that does
-    not exist, and a run directory given instead of its model."""
+    """Inside, libraries are quiet, and an exception becomes an InputError with its message."""
     from transformers.utils import logging
 
     screen.show(f"loading {flag}")
@@ -90,7 +85,7 @@ def loading(flag, name):
 
 
 def load_tokenizer(args, path, revision):
-    """The tokenizer of --tokenizer or of the model, or that of its base if an adapter has none."""
+    """The tokenizer of --tokenizer or of the model at path, or of its base if an adapter has none."""
     from transformers import AutoTokenizer
 
     source = args.tokenizer or getattr(path, "name_or_path", path)
@@ -239,6 +234,51 @@ def max_positions(lm):
     return limit if limit and limit > 0 else math.inf  # XLNet says -1
 
 
+class Seq2Seq:
+    """Lets an encoder-decoder be called as a decoder is: input_ids are a left-padded query and a response, the last
+    logits_to_keep - 1 tokens. The encoder reads the query, moved to the left, since some encoders count padding as
+    positions. Without logits_to_keep a call is the model's own."""
+
+    def forward(self, *inputs, **options):
+        if "logits_to_keep" not in options:
+            return super().forward(*inputs, **options)
+        ids = options["input_ids"]
+        cache = options.get("past_key_values")
+        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
+        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
+        to_left = (mask == 0).byte().argsort(dim=1, stable=True)
+        mask = mask.gather(1, to_left)
+        if cache is None:
+            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, to_left), attention_mask=mask)[0]
+            start = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
+            ids = torch.cat([start, ids[:, width:]], 1)
+        else:  # the cache holds what the decoder has read so far
+            states = cache.encoded.expand(len(ids), -1, -1)
+        from transformers.modeling_outputs import BaseModelOutput
+
+        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
+        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
+        if cache is None and options["use_cache"]:
+            output.past_key_values.query_width = width
+            output.past_key_values.encoded = states[:1]
+        return output
+
+
+def as_decoder(lm):
+    """The model as the scripts call it: an encoder-decoder as a Seq2Seq, with plain_output (see `token_logprobs`)."""
+    if lm.config.is_encoder_decoder:
+        if not isinstance(lm, Seq2Seq):
+            lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    elif reads_padding(lm):
+        problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
+        raise InputError(f"--model {lm.name_or_path}: {problem}")
+    elif leaks(lm, SECOND, ~SECOND, position_ids=torch.arange(9)):
+        problem = "its tokens read those behind them, as in an encoder: give a decoder"
+        raise InputError(f"--model {lm.name_or_path}: {problem}")
+    lm.plain_output = has_plain_output(lm)
+    return lm
+
+
 # ---- What is trained -------------------------------------------------------------------------------------------------
 
 
@@ -301,68 +341,15 @@ def unsharded(model):
         yield
 
 
-# ---- Encoder-decoders ------------------------------------------------------------------------------------------------
-
-
-class Seq2Seq:
-    """Lets an encoder-decoder be called as a decoder is: input_ids are a left-padded query and a response, the last
-    logits_to_keep - 1 tokens. The encoder reads the query, moved to the left, since some encoders count padding as
-    positions; the decoder reads its start token and the response. Without logits_to_keep a call is the model's own."""
-
-    def forward(self, *inputs, **options):
-        if "logits_to_keep" not in options:
-            return super().forward(*inputs, **options)
-        ids = options["input_ids"]
-        cache = options.get("past_key_values")
-        width = ids.shape[1] + 1 - options["logits_to_keep"] if cache is None else cache.query_width
-        mask = options.get("attention_mask", torch.ones_like(ids))[:, :width]
-        to_left = (mask == 0).byte().argsort(dim=1, stable=True)
-        mask = mask.gather(1, to_left)
-        if cache is None:
-            states = self.get_encoder()(input_ids=ids[:, :width].gather(1, to_left), attention_mask=mask)[0]
-            start = torch.full_like(ids[:, :1], self.config.decoder_start_token_id)
-            ids = torch.cat([start, ids[:, width:]], 1)
-        else:  # the cache holds what the decoder has read so far
-            states = cache.encoded.expand(len(ids), -1, -1)
-        from transformers.modeling_outputs import BaseModelOutput
-
-        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
-        output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
-        if cache is None and options["use_cache"]:
-            output.past_key_values.query_width = width
-            output.past_key_values.encoded = states[:1]
-        return output
-
-
-def as_decoder(lm):
-    """The model as the scripts call it: an encoder-decoder becomes a Seq2Seq. plain_output: see `token_logprobs`.
-    InputError for a decoder that cannot sample rows of different lengths, or reads what follows."""
-    if lm.config.is_encoder_decoder:
-        if not isinstance(lm, Seq2Seq):
-            lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
-    elif reads_padding(lm):
-        problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
-        raise InputError(f"--model {lm.name_or_path}: {problem}")
-    elif leaks(lm, SECOND, ~SECOND, position_ids=torch.arange(9)):
-        problem = "its tokens read those behind them, as in an encoder: give a decoder"
-        raise InputError(f"--model {lm.name_or_path}: {problem}")
-    lm.plain_output = has_plain_output(lm)
-    return lm
-
-
-# ---- Adapters --------------------------------------------------------------------------------------------------------
-
-
 def train_adapters(lm, args, heads=()):
-    """Trains only LoRA adapters, if there are any: new ones, or those of --model. New ones change nothing before the
-    first update, since B is zero. heads: modules that are trained and saved with them. Adapters are at least float32,
-    because small updates would be lost in bfloat16."""
+    """Trains only LoRA adapters, if there are any: new ones, which add zero at first, or those of --model. They are at
+    least float32, since bfloat16 would lose small updates. heads: modules that are trained and saved with them."""
     is_loaded = getattr(lm, "_hf_peft_config_loaded", False)
     if is_loaded and (args.lora_r or args.num_layers_unfrozen != -1):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
-    if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
-        raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
     if not (args.lora_r or is_loaded):
+        if args.load_in_4bit or getattr(lm, "is_quantized", False):
+            raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
         return
     if args.lora_r:
         from peft import LoraConfig
@@ -392,9 +379,8 @@ def train_adapters(lm, args, heads=()):
 @contextlib.contextmanager
 def for_sampling(lm, dtype=None):
     """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
-    keeps the casts of frozen weights; otherwise both would be computed for every token. Afterwards weights and flags
-    are bitwise what they were. Adapters of 4-bit or 16-bit weights, which FSDP2 may gather, stay separate, since a sum
-    would be rounded to that type. dtype: the autocast type, in which sums are kept."""
+    keeps the casts of frozen weights: both once and not for every token. Afterwards all is bitwise as before. Adapters
+    of 4-bit or 16-bit weights stay apart, since sums would be rounded. dtype: of autocast, in which sums are kept."""
     with contextlib.ExitStack() as stack:
         for weight in lm.parameters():
             if not weight.requires_grad and weight.is_floating_point():
@@ -419,7 +405,7 @@ def for_sampling(lm, dtype=None):
 
 
 class RewardModel:
-    """A sequence classifier, or a LoRA adapter for one. It scores by the logit of its only label or of path:label."""
+    """A sequence classifier, or a LoRA adapter for one, that scores by the logit of its only label or of path:label."""
 
     def __init__(self, args, lm, chats=False):
         path, _, label = args.reward.partition(":")
@@ -514,10 +500,9 @@ def turn_end(tokenizer):
 
 
 def classifier_logits(model, lines):
-    """Logits (N, labels) of the texts in lines, one line after the other. A line is a list of texts, a text a list of
-    ids. A decoder takes several texts per line and is read at the last token of each, whatever its configuration calls
-    padding. Other models take one text per line and find its end themselves, some by a padding token, which therefore
-    is one that no text has."""
+    """Logits (N, labels) of the texts (lists of ids) in lines, one line after the other. A decoder takes several texts
+    per line and is read at the last token of each, whatever its configuration calls padding. Other models take one text
+    per line and find its end themselves, some by a padding token, which therefore is one that no text has."""
     lm = getattr(model, "module", model)
     is_decoder = hasattr(lm, "score")  # a head that scores every token, of which transformers takes one
     used = set() if is_decoder else set().union(*itertools.chain(*lines))
@@ -541,9 +526,6 @@ def classifier_logits(model, lines):
 
 
 # ---- What the architecture allows ------------------------------------------------------------------------------------
-#
-# Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
-# tokens show this, without a list of architectures.
 
 SECOND = torch.arange(9) >= 4  # which of nine tokens belong to the second of two rows
 
@@ -587,7 +569,7 @@ def can_pack(lm, packing, say):
 
 
 def leaks(lm, sources, readers, **inputs):
-    """Whether lm's output at readers depends on the embeddings at sources, (T,) bool. inputs: tensors (T,)."""
+    """Whether lm's output at readers has a gradient at the embeddings of sources, (T,) bool. inputs: tensors (T,)."""
     embeddings = []
 
     def embed(layer, ids):

@@ -19,8 +19,6 @@ from common.terminal import screen
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
 
-# ---- Log-probabilities -----------------------------------------------------------------------------------------------
-
 
 def num_labels(labels):
     """How many of the labels are tokens; the others are -100."""
@@ -33,8 +31,7 @@ def first_label(labels):
 
 
 def token_nll(logits, labels):
-    """-log softmax(logits)[label] per token, at least in float32, unreduced; zero where the label is -100.
-    logits (..., V) and labels (...) are aligned: logits[t] predicts labels[t]."""
+    """-log softmax(logits)[t, labels[t]] at least in float32; 0 at labels of -100. logits (..., V), labels (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100).view_as(labels)
 
@@ -45,22 +42,17 @@ def token_entropies(logits, labels):
 
 
 def line_logprobs(model, lines, temperature=1.0, also=None):
-    """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, as `token_logprobs` computes
-    them, line by line. A line is a list of examples (ids, labels, ...); a label is the id itself, or -100.
-
-    No mask is passed to a decoder: padding is on the right, where no token sees it, and without a cache transformers
-    keeps apart what begins at position 0 (its masking_utils.py). An encoder-decoder has one example in a line, padded
-    as in sampling.
-    """
+    """(logprobs (N,), states (N, H), others (N,) or None) of the tokens with a label, by `token_logprobs`. A line is a
+    list of examples (ids, labels, ...), of one for an encoder-decoder; a label is the id itself, or -100."""
     lm = getattr(model, "module", model)
     if lm.config.is_encoder_decoder:
         rows = [line[0][0] for line in lines]
         row_labels = [line[0][1] for line in lines]
-        begins = [first_label(labels) for labels in row_labels]
+        begins = [first_label(labels) for labels in row_labels]  # padded as in sampling
         mask = pad_rows([[1] * len(row) for row in rows], 0, begins)
         columns = {"input_ids": pad_rows(rows, 0, begins), "attention_mask": mask}
         labels = pad_rows(row_labels, -100, begins)
-    else:
+    else:  # no mask: no token sees padding on the right, and transformers keeps apart what begins at position 0
         ids, positions, labels = collate(lines, 0)
         columns = {"input_ids": ids, "position_ids": positions}
     # the first column with a label; column t - 1 of the inputs predicts it
@@ -76,12 +68,9 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts. logprobs are
     (model(**inputs).logits[:, -K:].float() / temperature).log_softmax(-1) at the labels; all else saves memory.
-
-    labels (B, K) are predicted from the last K positions of inputs, the arguments of the model's forward pass. places
-    (N,): the labels to score, as positions in the flattened labels, because a GPU has to wait for a mask. states[:, t]
-    is what the output layer, and a head, reads for labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given,
-    computes others.
-    """
+    labels (B, K) are predicted from the last K positions of inputs. places (N,): which of them to score, as flat
+    positions, since a GPU has to wait for a mask. states[:, t] is what the output layer, and a head, reads for
+    labels[:, t]. also(logits (n, V), labels (n,)) -> (n,), if given, computes others."""
     lm = getattr(model, "module", model)
     vocabulary = lm.get_output_embeddings().weight.shape[0]
     is_plain = getattr(lm, "plain_output", False)
@@ -103,11 +92,10 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         return in_chunks(terms_of, layer, vocabulary, states.flatten(0, 1)[places], labels.flatten()[places])
 
     # The logits of all tokens would not fit into memory, and only the model's own forward pass knows how its last
-    # states come about: scaled, normed, gathered from shards. So the model runs as it is, but in place of its output
-    # layer stands `output_layer`: it takes the states that the layer would read, applies the layer to those of the
-    # labels, a chunk at a time, and returns their log-probabilities, which the model hands on as its `logits`. This is
-    # right only where logits are the layer's product as it is (plain_output). Cohere, Granite and Gemma 2 scale or cap
-    # the product afterwards: there the layer computes whole logits, and the model finishes them.
+    # states come about: scaled, normed, gathered from shards. So the model runs as it is, but with `output_layer` in
+    # place of its own: that applies the layer to the states of the labels, a chunk at a time, and returns
+    # log-probabilities, which the model hands on as its `logits`. This is right only where logits are the layer's
+    # product (plain_output): Cohere, Granite and Gemma 2 scale or cap it, so there the layer computes whole logits.
     with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
@@ -122,15 +110,13 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
 
 def split_lines(accelerator, examples, batch_size, packing=False):
     """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
-    with packing several (`in_lines`). A micro-batch of a decoder has, padded, no more tokens than batch_size of the
-    longest line, so it holds more of shorter ones; once it is half full, a line of less than 3/4 of its longest begins
-    another one. The lines of all processes are sorted by length, so that there is little padding, and dealt out in
-    turn. Every process has the same number, since it takes part in every exchange of gradients: one that lacks a line
-    gets one without labels."""
+    with packing several (`in_lines`). Padded, a micro-batch has no more tokens than batch_size of the longest line;
+    once it is half full, a line of less than 3/4 of its longest begins another one. The lines of all processes are
+    sorted by length and dealt out in turn, as many to each, since all take part in every exchange of gradients."""
     lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
     while len(lines) % accelerator.num_processes:
         ids, *_ = examples[0]
-        lines.append([(ids[:2], [-100, -100], [])])  # it adds nothing
+        lines.append([(ids[:2], [-100, -100], [])])  # a line without labels adds nothing
     lengths = [line_length(line) for line in lines]
     budget = batch_size * max(lengths, default=0)
     micro_batches = []
@@ -166,8 +152,7 @@ def pair_length(pair):
 
 
 def split_rows(accelerator, rows, lengths, packing, batch_size):
-    """The micro-batches of this process: its share of a batch of row numbers, in lists of at most batch_size rows.
-    lengths: of all rows, in tokens."""
+    """This process's share of a batch of row numbers, in micro-batches of at most batch_size. lengths: of all rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]
     own_lengths = [lengths[row] for row in local]
     if packing:  # texts of any length fill a line
@@ -191,9 +176,8 @@ def score_pairs(accelerator, score, pairs, batch_size):
 
 
 def in_chunks(function, layer, vocabulary, states, *columns):
-    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of rows with CHUNK logits
-    in all. A chunk is recomputed in the backward pass, so that only one is in memory; what fits into two chunks
-    is neither split nor recomputed."""
+    """function(layer(states), *columns) (..., N) of states (N, H) and columns (N,), in chunks of CHUNK logits. They
+    are recomputed in the backward pass, so that only one is in memory; what fits into two is not split."""
 
     def of_rows(states, *columns):
         return function(layer(states), *columns)
@@ -212,8 +196,7 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 
 @contextmanager
 def in_float32(*modules):
-    """Inside, the weights of modules (heads) are at least float32, although FSDP2 gathers them in bfloat16. What they
-    compute is float32 only without autocast."""
+    """Inside, the weights of heads are at least float32, although FSDP2 gathers bfloat16. Autocast must be off, too."""
     with ExitStack() as stack:
         for module, name, weight in itertools.chain(*map(named_weights, modules)):
             stack.callback(module._parameters.update, {name: weight})

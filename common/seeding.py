@@ -1,7 +1,6 @@
 """Keyed randomness: a draw is a function of (seed, stream, ids), never of how many draws came before.
 
-So a checkpoint needs no generator state, a resumed run draws what an uninterrupted one would have drawn, and the number
-of processes and the micro-batch size change nothing.
+So a checkpoint needs no generator state, and resuming, the number of processes and micro-batches change no draw.
 """
 
 import hashlib
@@ -15,9 +14,8 @@ import torch
 
 
 def rng(seed, stream, *ids):
-    """A numpy generator that depends only on its arguments: Philox keyed by a 128-bit hash of all of them, since
-    streams of seed + step collide across seeds. stream names the use ("rollout", ...); ids are integers (step, row,
-    ...)."""
+    """A numpy generator: Philox keyed by a 128-bit hash of all arguments, since streams of seed + step collide across
+    seeds. stream names the use ("rollout", ...); ids are integers (step, row, ...)."""
     text = json.dumps([int(seed), stream, *map(int, ids)])
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = int.from_bytes(digest, "little")
@@ -31,9 +29,8 @@ def uniforms(seed, stream, step, rows, n):
 
 
 def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF; uniforms (B,) float64.
-    Temperature 0 is the argmax. All is in float64. The uniform is scaled by the last cumulative value and the search is
-    to the right, so that a token of probability zero is never drawn."""
+    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64. The uniforms (B,) are
+    scaled by the last cumulative value, and searched to the right, so no token of probability zero is drawn."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.double() / temperature

@@ -64,7 +64,7 @@ def imports(path):
     return names
 
 
-RULES = ("__post_init__", "problems", "problems_of")
+RULES = ("__post_init__", "problems")
 
 
 def args_read(paths):

@@ -171,6 +171,7 @@ TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
+STOP = r"--stop \n\nQ begins with a backslash and a letter: a line break is $'\n' in a shell"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
@@ -178,6 +179,9 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("grpo", {"stop": ("END", "")}, "--stop ('END', '') must be texts that are not empty"),
+    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, STOP),
+    ("ddpo", {"dtype": "float16"}, "--dtype float16 must be one of float32, bfloat16, float64"),
+    ("sft", {"mixed_precision": "fp16"}, "--mixed-precision fp16 must be one of no, bf16"),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),

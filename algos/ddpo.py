@@ -29,7 +29,6 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 import copy
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -559,26 +558,17 @@ def save_grids(run, step, grids):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """The data of a run."""
-
-    rows: list  # with a prompt
-    eval_sets: dict  # {name: rows}
-    reward: Callable
-    metric: Callable | None
-
-
 def read(args):
-    """The rows and functions named by the flags."""
+    """What the flags name, as `read_data` gives it. Without evaluation sets, the first rows are one."""
     given = ("images", "prompts")
-    found = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, given=given)
-    if found.reward is None:
+    data = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, given=given)
+    if data.reward is None:
         raise InputError(f"--reward {args.reward}: expected path/to/file.py:function")
-    rows = with_prompts(found.rows, "--dataset")
-    eval_sets = {name: with_prompts(members, set_flag(name)) for name, members in found.eval_sets.items()}
-    eval_sets = eval_sets or {"": rows[: args.rollout_batch_size]}
-    return Data(rows, eval_sets, found.reward, found.metric)
+    data.rows = with_prompts(data.rows, "--dataset")
+    for name, members in data.eval_sets.items():
+        data.eval_sets[name] = with_prompts(members, set_flag(name))
+    data.eval_sets = data.eval_sets or {"": data.rows[: args.rollout_batch_size]}
+    return data
 
 
 def with_prompts(rows, flag):

@@ -29,7 +29,6 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -414,22 +413,10 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """The data of a run: rows at first, and tokens once there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: pairs}
-    prompts: list  # rows to sample from
-    metric: Callable | None
-    pairs: list | None = None  # (ids of chosen, of rejected, tokens of the prompt), and what `Reference.scored` adds
-    queries: list | None = None  # ids of the prompts
-    report: str = ""
-
-
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows. Returns the maximum text length in tokens that --max-length and the model allow. Drops
-    evaluation data if the run never evaluates."""
+    """Tokenises all rows: data gets pairs (ids of chosen, ids of rejected, tokens of the prompt, and what
+    `Reference.scored` adds), of each evaluation set too, and queries (ids of prompts). Drops evaluation data if the run
+    never evaluates. Returns the maximum text length in tokens that --max-length and the model allow."""
     if lm.config.is_encoder_decoder:
         takers = "sft.py, ppo.py, grpo.py and ilql.py take both"
         raise InputError(f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; {takers}")
@@ -492,8 +479,7 @@ def main(args):
     path = build(args.model, "--model")
     ref_path = build(args.ref_model, "--ref-model")
     given = [*TEXT_ARGUMENTS, "ref_output"]
-    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric, given=given)
-    data = Data(found.rows, found.eval_sets, found.prompts, found.metric)
+    data = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric, given=given)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

@@ -10,24 +10,7 @@ the group takes the place of a value function.
     mean log-ratio of a response                           GSPO Eq. 7         sequence_means
     -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4, 5     cispo_loss
 
-By flags:
-
-    Dr. GRPO  Liu et al. 2025, arXiv 2503.20783      --advantage-kind mean --loss-mean constant --kl-coef 0
-    RLOO      Ahmadian et al. 2024, arXiv 2402.14740 --advantage-kind loo --loss-mean constant --kl-coef 0
-    DAPO      Yu et al. 2025, arXiv 2503.14476       --loss-mean token --cliprange-high 0.28 --kl-coef 0
-                                                     --batch-size 32
-    GSPO      Zheng et al. 2025, arXiv 2507.18071    --ratio-level sequence --cliprange 3e-4 --cliprange-high 4e-4
-                                                     --kl-coef 0 --batch-size 128
-    CISPO     Chen et al. 2025, arXiv 2506.13585     --policy-loss cispo --cliprange 1 --cliprange-high 4
-                                                     --loss-mean token --kl-coef 0 --batch-size 32
-    MaxRL     Tajwar et al. 2026, arXiv 2602.02710   --advantage-kind maxrl --loss-mean constant --kl-coef 0
-    distillation, Agarwal et al. 2023, 2306.13649    --ref-model TEACHER --kl-coef 1 --unbiased-kl, without --reward
-
-With the default --rollout-batch-size 512, DAPO and CISPO take 16 optimizer steps an iteration, and GSPO 4. With one
-step the ratio is 1, and --policy-loss and clip ranges change no gradient; nor does --ratio-level without --unbiased-kl.
-CISPO's upper limit is that of ScaleRL (arXiv 2510.13786): a weight of at most 5.
-DAPO's overlong penalty is left to the reward function. Resampling prompts whose scores are all equal (DAPO Sec. 3.2)
-takes a few lines in a copy (algos/README.md). RLOO's KL inside the score is not offered.
+Dr. GRPO, RLOO, DAPO, GSPO, CISPO, MaxRL and on-policy distillation are flags: "Variants of GRPO" in algos/README.md.
 
 What is trained: every token that was sampled, the end token and a stop string too, and also those of responses that
 did not end; neither prompts nor what a tool wrote. Tokens are drawn from softmax(logits / --temperature) as a whole,

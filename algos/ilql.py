@@ -38,7 +38,6 @@ import itertools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -588,22 +587,6 @@ def headline(metrics, data):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """The data of a run: rows at first, and tokens once there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: episodes}
-    prompts: list  # rows to sample from
-    metric: Callable | None
-    logit_mask: torch.Tensor | None  # whatever --logit-mask gives, then (V, V) bool
-    max_length: int = 0  # of a row, in tokens
-    episodes: list | None = None
-    queries: list | None = None  # ids of the prompts
-    report: str = ""  # on rows, actions and returns, for the summary
-    eval_report: str = ""
-
-
 def load(args, path, device):
     """The policy and its tokenizer, with weights frozen or adapters added as the flags say, and the heads of an earlier
     run."""
@@ -631,11 +614,13 @@ def check_logit_mask(logit_mask, lm):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows, and makes a tensor of the mask."""
+    """Tokenises all rows, and makes a tensor (V, V) of the mask: data gets episodes, of each evaluation set too, and
+    queries (ids of prompts)."""
     data.logit_mask = check_logit_mask(data.logit_mask, lm)
     encoder = lm.config.is_encoder_decoder
     limit = max_positions(lm)
     data.max_length = min(args.max_length, limit)
+    data.eval_report = ""
     data.episodes, data.report = encode_episodes(data.rows, tokenizer, data.max_length, "--dataset", encoder)
     for name, rows in data.eval_sets.items():
         episodes, report = encode_episodes(rows, tokenizer, data.max_length, set_flag(name), encoder)
@@ -714,9 +699,8 @@ IN_STATUS = ["losses/loss", "losses/loss_q", "losses/loss_v"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
-    logit_mask = build(args.logit_mask, "--logit-mask")
-    data = Data(found.rows, found.eval_sets, found.prompts, found.metric, logit_mask)
+    data = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
+    data.logit_mask = build(args.logit_mask, "--logit-mask")
     run = Run(args, __file__)
     if run.finished:
         return run.result()

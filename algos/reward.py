@@ -252,18 +252,6 @@ def evaluate(run, step, model, score, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """The data of a run: rows at first, and tokens once there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: pairs}
-    texts: list | None = None  # (prompt, chosen, rejected)
-    eval_texts: dict | None = None  # {name: texts}
-    pairs: list | None = None  # (ids of chosen, ids of rejected, margin)
-    report: str = ""
-
-
 def load(args, path, device):
     """The classifier, with weights frozen or adapters added by flags, its tokenizer, and whether its head is new."""
     lm, tokenizer, new_head = load_classifier(args, path)
@@ -277,7 +265,8 @@ def load(args, path, device):
 
 
 def encode(data, tokenizer, max_length):
-    """Tokenises all pairs."""
+    """Tokenises all pairs: data gets pairs (ids of chosen, ids of rejected, margin) and texts (prompt, chosen,
+    rejected), of each evaluation set too."""
     data.texts, data.pairs, data.report = encode_texts(data.rows, tokenizer, max_length, "--dataset")
     data.eval_texts = {}
     for name, rows in data.eval_sets.items():
@@ -337,8 +326,7 @@ IN_STATUS = ["train/loss", "rewards/accuracies", "rewards/margins"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    found = read_data(args.dataset, args.eval_dataset)
-    data = Data(found.rows, found.eval_sets)
+    data = read_data(args.dataset, args.eval_dataset)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

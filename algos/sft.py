@@ -21,7 +21,6 @@ Dimension key: N tokens with a label, V vocabulary.
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,22 +177,9 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Data:
-    """The data of a run: rows at first, and tokens once there is a tokenizer."""
-
-    rows: list
-    eval_sets: dict  # {name: rows}, then {name: examples}
-    prompts: list  # rows to sample from
-    metric: Callable | None
-    examples: list | None = None  # (ids, labels)
-    queries: list | None = None  # ids of the prompts
-    report: str = ""
-    eval_report: str = ""
-
-
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows. Returns the maximum row length in tokens that --max-length and the model allow."""
+    """Tokenises all rows: data gets examples (ids, labels), of each evaluation set too, and queries (ids of prompts).
+    Returns the maximum row length in tokens that --max-length and the model allow."""
     encoder = lm.config.is_encoder_decoder
     if encoder and not args.completion_only_loss:
         raise InputError("--no-completion-only-loss does not work with encoder-decoders")
@@ -206,7 +192,7 @@ def encode(data, lm, tokenizer, args):
     data.examples, data.report = encode_set(data.rows, "--dataset")
     for name, rows in data.eval_sets.items():
         data.eval_sets[name], report = encode_set(rows, set_flag(name))
-        data.eval_report += f"\n{set_flag(name)}: {report}"
+        data.report += f"\n{set_flag(name)}: {report}"
     if data.prompts:
         data.prompts, data.queries = encode_prompts(
             data.prompts, tokenizer, args.max_new_tokens, limit, "--eval-prompts", encoder=encoder
@@ -222,7 +208,7 @@ def summary(run, lm, tokenizer, data, max_length):
     tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
     ids, labels = data.examples[0]
     facts = {
-        "data": f"{data.report}{data.eval_report}\n{tokens}",
+        "data": f"{data.report}\n{tokens}",
         "first row": f"{marked(tokenizer, ids, [label != -100 for label in labels])[:800]}   [without loss]",
         "steps": run.plan(len(data.examples), "rows"),
     }
@@ -240,8 +226,7 @@ IN_STATUS = ["train/loss", "optim/grad_norm"]
 def main(args):
     """Trains. Returns the newest value of every metric, and the run directory."""
     path = build(args.model, "--model")
-    found = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
-    data = Data(found.rows, found.eval_sets, found.prompts, found.metric)
+    data = read_data(args.dataset, args.eval_dataset, eval_prompts=args.eval_prompts, metric=args.metric)
     run = Run(args, __file__)
     if run.finished:
         return run.result()

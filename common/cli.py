@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import yaml
-from yaml.constructor import SafeConstructor
 
 from common.terminal import visible
 
@@ -56,7 +54,13 @@ def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
     try:
         refuse_repeated(sys.argv[1:])
-        main(parse(sys.argv[1:], args_class, task))
+        args = parse(sys.argv[1:], args_class, task)
+        try:
+            main(args)
+        except SystemExit as error:
+            if isinstance(error, Stopped):
+                raise
+            raise RuntimeError(f"code of the user ended with {error!r}") from error  # 0 would say success
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
@@ -68,9 +72,9 @@ def cli(args_class, main, task=None):
 def refuse_repeated(words, source=""):
     """InputError for each flag that is given twice, of which tyro would silently take the last. source: begins it."""
     flags = [word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
-    flags = [flag.replace("--no-", "--") for flag in flags if flag != "--config"]
-    repeated = sorted({flag for flag in flags if flags.count(flag) > 1})
-    stop_if([f"{source}{flag} is given twice: give it once" for flag in repeated])
+    flags = [flag.replace("--no-", "--") for flag in flags]
+    repeated = {flag for flag in flags if flags.count(flag) > 1} - {"--config"}
+    stop_if([f"{source}{flag} is given twice: give it once" for flag in sorted(repeated)])
 
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
@@ -110,30 +114,26 @@ def from_task(args_class, task, **fields):
 
 def read_config(path, args_class, skips_unknown=False):
     """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
-    Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False.
-    skips_unknown: whether flags that args_class lacks are left out."""
-    file = Path(path) if Path(path).exists() or not (ROOT / path).exists() else ROOT / path
+    Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False."""
     try:
-        entries = yaml.compose(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        text = Path(spec_path(path) or path).read_text()
+        entries = [(flag_of(name.value), node) for name, node in yaml.compose(text).value]
+    except Exception as error:  # of the file and of PyYAML
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(entries, yaml.MappingNode):
-        raise InputError(f"--config {path} cannot be read: expected lines like `lr: 1e-5`")
-    refuse_repeated([flag_of(name.value) for name, _ in entries.value], f"--config {path}: ")
+    refuse_repeated([flag for flag, _ in entries], f"--config {path}: ")
     types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []
-    for name, node in entries.value:
-        flag = flag_of(name.value)
+    for flag, node in entries:
         if flag not in types and skips_unknown:
             continue
-        value = node.value
+        value = str(node.value)
+        is_on = yaml.SafeLoader.bool_values.get(value.lower())
         if isinstance(node, yaml.SequenceNode):
-            words += [flag, *(str(item.value) for item in value)]
-        elif types.get(flag) is bool and str(value).lower() in SafeConstructor.bool_values:
-            is_on = SafeConstructor.bool_values[value.lower()]
+            words += [flag, *(str(item.value) for item in node.value)]
+        elif types.get(flag) is bool and is_on is not None:
             words.append(flag if is_on else flag.replace("--", "--no-"))
         else:
-            words += [flag, "None" if value in ("null", "~") else str(value)]
+            words += [flag, "None" if value in ("null", "~") else value]
     return words
 
 
@@ -164,22 +164,20 @@ class Range(NamedTuple):
     holds: Callable
 
 
-Count = Annotated[int, Range("at least 1 (and below 2**31)", range(1, 2**31).__contains__)]
-Natural = Annotated[int, Range("at least 0 (and below 2**31)", range(2**31).__contains__)]
-Positive = Annotated[float, Range("a positive number (1e-30 to 1e30)", lambda value: 1e-30 <= value <= 1e30)]
-NonNegative = Annotated[float, Range("0 or a positive number (up to 1e30)", lambda value: 0 <= value <= 1e30)]
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
+NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+StopString = Annotated[str, Range("texts that are not empty", len)]  # every response ends with an empty one
 
 
 def find_range(annotation):
-    """The Range in a type such as `Count`, `Literal["a", "b"] | None` or `tuple[Share, Share]`; None if it has none."""
+    """The Range in a type such as `Count`, `Count | None` or `tuple[Share, Share]`; None if it has none."""
     if isinstance(annotation, Range):
         return annotation
-    inner = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
-        return Range(f"one of {', '.join(inner)}", inner.__contains__)
-    return next(filter(None, map(find_range, inner)), None)
+    return next(filter(None, map(find_range, typing.get_args(annotation))), None)
 
 
 def problems_of(args):
@@ -192,8 +190,6 @@ def problems_of(args):
         values = value if isinstance(value, list | tuple) else [value]
         if allowed and value is not None and not all(map(allowed.holds, values)):
             problems.append(f"{flag_of(declared.name)} {value} must be {allowed.rule}")
-        if isinstance(value, str) and typing.get_origin(declared.type) is tuple:
-            problems.append(f"{flag_of(declared.name)} {value!r} must be a list")
     if args.lora_r == 0 and (args.lora_alpha or tuple(args.lora_targets) != type(args).lora_targets):
         problems.append("--lora-alpha and --lora-targets need --lora-r")
     if args.lora_r and getattr(args, "num_layers_unfrozen", -1) != -1:
@@ -204,9 +200,6 @@ def problems_of(args):
             problems.append(f"{size} must be a multiple of --batch-size {args.batch_size}")
         if getattr(args, "total_episodes", math.inf) < args.rollout_batch_size:
             problems.append(f"--total-episodes {args.total_episodes} must be at least {size}")
-    for stop in getattr(args, "stop", ()):
-        if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
-            problems.append(f"--stop {stop} begins with a backslash and a letter: a line break is $'\\n' in a shell")
     if getattr(args, "rollout", None) and args.stop:
         problems.append("--stop is not used with --rollout: give stop strings to `sample`")
     return problems
@@ -267,7 +260,7 @@ class ModelArgs(WeightArgs):
 class SamplingArgs:
     max_new_tokens: Count = 64
     """Maximum length of a response, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
     are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
     eval_temperature: NonNegative = 1.0
@@ -282,16 +275,9 @@ class SamplingArgs:
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
     def evaluation(self):
-        """What these flags say of the samples of an evaluation: options of `generate_all`."""
-        return {
-            "seed": self.seed,
-            "stop": self.stop,
-            "max_new_tokens": self.max_new_tokens,
-            "decode_batch_size": self.decode_batch_size,
-            "temperature": self.eval_temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
+        """Options of `generate_all` in evaluations."""
+        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
+        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
 
 
 @dataclass
@@ -351,8 +337,7 @@ class RunArgs:
     """CPU threads per process. Default: OMP_NUM_THREADS, unless accelerate or torchrun started the process; otherwise
     an equal share of the machine's CPUs. A container's CPU quota is not read: give it here."""
     deterministic: bool = False
-    """Ask torch for deterministic kernels. Slower on GPUs, with more memory for attention; CPUs are deterministic
-    without it."""
+    """Ask torch for deterministic kernels: slower on GPUs, with more memory for attention. CPUs need no flag for it."""
     mixed_precision: Literal["no", "bf16"] | None = None
     """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
     supports it; otherwise no. Weights and optimizer keep --dtype."""
@@ -393,8 +378,7 @@ class RolloutArgs(TextArgs):
     required = (*DataArgs.required, "reward")
 
     max_prompt_length: Count | None = None
-    """Drop prompts with more tokens than this, and count them. Without this flag, a prompt that does not fit the model
-    is an error."""
+    """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
@@ -429,10 +413,8 @@ def spec_path(spec):
         return None
     match = SPEC.fullmatch(spec)
     path = Path(os.path.expanduser(match["path"] if match else spec))
-    for candidate in (path, ROOT / path):
-        if os.path.exists(candidate):  # Path.exists raises for what is too long
-            return candidate
-    return path if match else None
+    found = filter(os.path.exists, (path, ROOT / path))  # Path.exists raises for what is too long
+    return next(found, path if match else None)
 
 
 def is_missing(name):
@@ -443,14 +425,9 @@ def is_missing(name):
 
 def read_options(words, where):
     """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text. where: begins an error."""
-    options = {}
-    for word in words:
-        try:
-            key, value = word.split("=", 1)
-            options[key.strip()] = yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError) as error:
-            raise InputError(f"{where}: expected key=value, not {word}: {' '.join(str(error).split())}") from None
-    return options
+    stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
+    pairs = [word.split("=", 1) for word in words]
+    return {key.strip(): yaml.safe_load(value) for key, value in pairs}
 
 
 def load_function(spec, flag):
@@ -459,12 +436,9 @@ def load_function(spec, flag):
         return spec
     match = SPEC.fullmatch(spec)
     path = spec_path(spec)
-    if not match:
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function, with the name of a function in that file")
-    if not path.is_file():
-        raise InputError(f"{flag} {spec}: there is no file {match['path']}")
-    module = import_file(path.resolve(), path.read_bytes())
-    function = getattr(module, match["name"], None)
+    if not match or not path.is_file():
+        raise InputError(f"{flag} {spec}: there is no such file; expected path/to/file.py:function")
+    function = getattr(import_file(path.resolve(), path.read_bytes()), match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
     options = match["options"].split(",") if match["options"] else []
@@ -479,35 +453,16 @@ def import_file(path, source):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    with at_home():
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
-
-
-@contextlib.contextmanager
-def at_home():
-    """Calls code of the user inside. Afterwards the working directory is the one before: paths of other flags are
-    relative to it. RuntimeError for sys.exit, which would end the command as if it had succeeded."""
-    home = os.getcwd()
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(f"code of the user ended with {error!r}") from error
-    finally:
-        os.chdir(home)
 
 
 def build(spec, flag):
     """Calls `file.py:function` or a function and returns its value; returns anything else unchanged. Call it before
     Accelerator(): a user's function may start processes."""
     function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
-    if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
-        return spec
-    with at_home():
-        value = function()
-    if value is None:
-        raise InputError(f"{flag} {getattr(spec, '__name__', spec)} returned None")
-    return value
+    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+    return function() if is_function else spec
 
 
 # ---- Functions of the user -------------------------------------------------------------------------------------------
@@ -547,6 +502,9 @@ def check_parameters(function, name, sets, given):
             accepted(function, name, rows[0], given)
 
 
+event_loop = functools.cache(asyncio.new_event_loop)  # one of all coroutines: a client that they keep belongs to it
+
+
 def call_function(function, name, rows, given):
     """Calls a user's function with keyword arguments: those in `given`, and the rows' other columns as lists, as far as
     it takes them (`accepted`). All lists are copies. A coroutine is run."""
@@ -570,20 +528,12 @@ def call_function(function, name, rows, given):
     return result
 
 
-@functools.cache
-def event_loop():
-    """The event loop of all coroutines: a client that they keep belongs to one loop."""
-    return asyncio.new_event_loop()
-
-
 def call_reward(function, name, rows, given, lengths=None):
     """(scores, others) of a reward function: one float per row, or, if lengths (one per row) are given, a list with one
     float per token of the response. others: {column: values per row} if it returned these beside "score"."""
     scores = call_function(function, name, rows, given)
-    others = {}
-    if isinstance(scores, dict) and "score" in scores:
-        others = {column: values for column, values in scores.items() if column != "score"}
-        scores = scores["score"]
+    others = dict(scores) if isinstance(scores, dict) else {}
+    scores = others.pop("score", scores)
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
@@ -614,10 +564,9 @@ def checked_columns(name, columns, count):
         raise InputError(f"{expected}; it returned {columns!r:.60}")
     checked = {column: floats(values, count) for column, values in columns.items()}
     for column, values in checked.items():
-        if not isinstance(values, list):
-            raise InputError(f"{expected}; {column!r}: {columns[column]!r:.60} is not that")
-        if column in TAKEN:
-            raise InputError(f"{name} returned a metric with the name {column!r}, which is taken: choose another name")
+        if column in TAKEN or not isinstance(values, list):
+            returned = f"it returned {column!r}: {columns[column]!r:.60}"
+            raise InputError(f"{expected}; {returned} (taken names: {', '.join(TAKEN)})")
     return checked
 
 
@@ -631,7 +580,6 @@ def call_rollout(function, name, rows, given, sampled):
         if len(values) != len(rows):
             expected = f"a list of {len(rows)} responses, or that and {{column: list of {len(rows)} values}}"
             raise InputError(f"{name} returned {len(values)} values, expected {expected}")
-    stop_if([f"{name} returned {column!r}, a column of the rows" for column in columns if column in rows[0]])
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt'][-60:]!r}"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.cli import InputError, is_missing, read_options, spec_path
-from common.data import collate
+from common.data import collate, longest_first
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
 from common.terminal import screen
@@ -54,7 +54,16 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
-        check_model(model, tokenizer, missing, is_lm=auto_class == "AutoModelForCausalLM")
+        kinds = [model.config.architectures]
+        for adapter in getattr(model, "peft_config", {}).values():
+            kinds.append(adapter.task_type)
+            if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
+                raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
+        is_lm = auto_class == "AutoModelForCausalLM"
+        if is_lm and re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
+            raise ValueError("it is a classifier: give a language model")
+        if is_lm and missing:
+            raise ValueError(f"{missing[0]} is missing")
     return model, tokenizer, missing
 
 
@@ -87,13 +96,12 @@ def load_tokenizer(args, path, revision):
     source = args.tokenizer or getattr(path, "name_or_path", path)
     if not isinstance(source, str):
         return source
+    revision = revision if source == path else None
     files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
     if files and not re.search("token|vocab|[.]model", files):
-        source, revision = adapter_base(path) if source == path else (None, None)
+        source, revision = adapter_base(source)
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
-    elif source != path:
-        revision = None
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
@@ -101,8 +109,6 @@ def load_weights(auto_class, path, revision=None, **keywords):
     """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
     the base's repository for the adapter's revision, and would not report weights missing from the base."""
     if not isinstance(path, str):
-        if keywords["attn_implementation"]:
-            path.set_attn_implementation(keywords["attn_implementation"])
         return path, []
     import transformers
 
@@ -144,25 +150,6 @@ def repaired(model, args):
     return model
 
 
-def check_model(model, tokenizer, missing, is_lm):
-    """Raises ValueError for weights that would be random, be lost in an export, or fail late."""
-    adapters = getattr(model, "peft_config", {}).values()
-    for adapter in adapters:
-        if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
-            raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
-    if is_lm:
-        kinds = [model.config.architectures, *[adapter.task_type for adapter in adapters]]
-        if re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            raise ValueError("it is a classifier: give a language model")
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
-        if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end-of-sequence token, so no response could end: set its eos_token")
-    for name, weight in model.named_parameters():
-        if not weight.isfinite().all():
-            raise ValueError(f"{name} is not finite")
-
-
 def adapter_base(path, revision=None):
     """(name, revision) of the base of a LoRA adapter in a directory or on the hub; None where path is no adapter."""
     from transformers.utils.peft_utils import find_adapter_config_file  # importing peft takes seconds
@@ -176,6 +163,8 @@ def adapter_base(path, revision=None):
 def load_model(args, path, flag="--model"):
     """The language model and its tokenizer, with a padding token."""
     model, tokenizer, _ = load_pretrained("AutoModelForCausalLM", args, path, flag)
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
     if args.dtype == "float64":
@@ -229,10 +218,7 @@ def make_reference(args, path, lm, tokenizer):
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise InputError(f"--ref-model {args.ref_model} differs from --model in its vocabulary")
-        if ref is not lm:  # else it is one object for both flags
-            ref = as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
-            share_frozen(ref, lm)
-            return ref
+        return as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares frozen weights
     if args.lora_r:
@@ -268,19 +254,17 @@ def blocks(lm):
 def freeze(lm, num_layers_unfrozen):
     """Leaves only the top blocks and the norm after them trainable (0: none; -1: all), and never routers of experts."""
     if num_layers_unfrozen >= 0:
-        layers = blocks(lm)
-        if num_layers_unfrozen > len(layers):
-            raise InputError(f"--num-layers-unfrozen {num_layers_unfrozen}: the model has {len(layers)} layers")
         lm.requires_grad_(False)
-        if num_layers_unfrozen:
-            layers[-num_layers_unfrozen:].requires_grad_(True)
-            ran = []
-            with register_module_forward_pre_hook(lambda module, _: ran.append(module)):
-                one_token(lm)
-            for module in ran[ran.index(layers[-1]) :]:
-                if module is not lm.get_output_embeddings():
-                    for weight in module.parameters(recurse=False):
-                        weight.requires_grad_(True)
+    if num_layers_unfrozen > 0:
+        layers = blocks(lm)
+        layers[-num_layers_unfrozen:].requires_grad_(True)
+        ran = []
+        with register_module_forward_pre_hook(lambda module, _: ran.append(module)):
+            one_token(lm)
+        for module in ran[ran.index(layers[-1]) :]:
+            if module is not lm.get_output_embeddings():
+                for weight in module.parameters(recurse=False):
+                    weight.requires_grad_(True)
     for router in routers(lm).values():
         router.requires_grad_(False)
     for weight in lm.parameters():
@@ -291,23 +275,11 @@ def freeze(lm, num_layers_unfrozen):
 
 def draw_layers(head, seed, *stream):
     """Draws the linear layers of a new head: torch's default, but keyed by the seed, stream and number of a weight."""
-    number = 0
-    for layer in head.modules():
-        if isinstance(layer, nn.Linear):
-            bound = layer.in_features**-0.5
-            for weight in layer.parameters():
-                drawn = rng(seed, *stream, number).uniform(-bound, bound, weight.shape)
-                weight.data.copy_(torch.from_numpy(drawn))
-                number += 1
-
-
-def share_frozen(model, lm):
-    """Lets model share the memory of those frozen weights of lm that it also has."""
-    frozen = {name.replace(".base_layer", ""): w for name, w in lm.named_parameters() if not w.requires_grad}
-    for name, weight in model.named_parameters():
-        twin = frozen.get(name.replace(".base_layer", ""))
-        if twin is not None and twin.dtype == weight.dtype and torch.equal(twin, weight):
-            weight.data = twin.data
+    for number, weight in enumerate(head.parameters()):
+        if weight.ndim == 2:
+            bound = weight.shape[1] ** -0.5  # also of its bias, which comes next
+        drawn = rng(seed, *stream, number).uniform(-bound, bound, weight.shape)
+        weight.data.copy_(torch.from_numpy(drawn))
 
 
 @contextlib.contextmanager
@@ -365,17 +337,15 @@ class Seq2Seq:
 def as_decoder(lm):
     """The model as the scripts call it: an encoder-decoder becomes a Seq2Seq. plain_output: see `token_logprobs`.
     InputError for a decoder that cannot sample rows of different lengths, or reads what follows."""
-    if not lm.config.is_encoder_decoder:
-        problem = None
-        row = torch.arange(9)
-        if reads_padding(lm):
-            problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
-        elif leaks(lm, row >= 4, row < 4, position_ids=row):
-            problem = "its tokens read those behind them, as in an encoder: give a decoder"
-        if problem:
-            raise InputError(f"--model {lm.name_or_path}: {problem}")
-    elif not isinstance(lm, Seq2Seq):
-        lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    if lm.config.is_encoder_decoder:
+        if not isinstance(lm, Seq2Seq):
+            lm.__class__ = type(type(lm).__name__, (Seq2Seq, type(lm)), {})
+    elif reads_padding(lm):
+        problem = "its layers read the padding before a row, so rows of different lengths cannot be sampled"
+        raise InputError(f"--model {lm.name_or_path}: {problem}")
+    elif leaks(lm, SECOND, ~SECOND, position_ids=torch.arange(9)):
+        problem = "its tokens read those behind them, as in an encoder: give a decoder"
+        raise InputError(f"--model {lm.name_or_path}: {problem}")
     lm.plain_output = has_plain_output(lm)
     return lm
 
@@ -392,10 +362,23 @@ def train_adapters(lm, args, heads=()):
         raise InputError("--model is already a LoRA adapter: leave out --lora-r and --num-layers-unfrozen")
     if (args.load_in_4bit or getattr(lm, "is_quantized", False)) and not (args.lora_r or is_loaded):
         raise InputError("quantised weights (--load-in-4bit, or of --model) cannot be trained: add --lora-r")
-    if args.lora_r:
-        add_adapters(lm, args, heads)
-    elif not is_loaded:
+    if not (args.lora_r or is_loaded):
         return
+    if args.lora_r:
+        from peft import LoraConfig
+
+        targets = list(args.lora_targets)
+        names = [f".{name}" for name, _ in lm.named_modules()]
+        if targets == ["all-linear"]:
+            targets = "all-linear"
+        elif missing := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
+            raise InputError(f"--lora-targets: no module of --model is named {missing[0]}")  # peft would skip it
+        task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
+        options = {"r": args.lora_r, "lora_alpha": args.lora_alpha or args.lora_r, "revision": args.revision}
+        options |= {"exclude_modules": [*routers(lm)] or None, "modules_to_save": list(heads) or None}
+        if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
+            lm.name_or_path = os.path.realpath(lm.name_or_path)
+        lm.add_adapter(LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options))
     for name, weight in lm.named_parameters():
         weight.requires_grad_("lora_" in name or "modules_to_save" in name)
         if "lora_" in name:
@@ -404,25 +387,6 @@ def train_adapters(lm, args, heads=()):
             bound = weight.shape[1] ** -0.5
             values = rng(args.seed, f"lora {name}").uniform(-bound, bound, tuple(weight.shape))
             weight.data.copy_(torch.from_numpy(values))
-
-
-def add_adapters(lm, args, heads):
-    """Inserts new adapters. InputError for a target that lm lacks, which peft would skip if others exist."""
-    from peft import LoraConfig
-
-    task = "SEQ_2_SEQ_LM" if lm.config.is_encoder_decoder else "CAUSAL_LM"
-    targets = list(args.lora_targets)
-    names = [f".{name}" for name, _ in lm.named_modules()]
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    elif missing := [target for target in targets if not any(name.endswith(f".{target}") for name in names)]:
-        raise InputError(f"--lora-targets: no module of --model is named {missing[0]}")
-    options = {"r": args.lora_r, "lora_alpha": args.lora_alpha or args.lora_r, "revision": args.revision}
-    options |= {"exclude_modules": [*routers(lm)] or None, "modules_to_save": list(heads) or None}
-    config = LoraConfig(target_modules=targets, task_type="SEQ_CLS" if heads else task, **options)
-    if os.path.isdir(lm.name_or_path):  # so that it is found from any directory
-        lm.name_or_path = os.path.realpath(lm.name_or_path)
-    lm.add_adapter(config)
 
 
 @contextlib.contextmanager
@@ -455,36 +419,28 @@ def for_sampling(lm, dtype=None):
 
 
 class RewardModel:
-    """A sequence classifier, or a LoRA adapter for one: its score is the logit of its only label, or of that named in
-    `path:label`. It shares the memory of weights that the policy lm also has and does not train."""
+    """A sequence classifier, or a LoRA adapter for one. It scores by the logit of its only label or of path:label."""
 
     def __init__(self, args, lm, chats=False):
-        path = args.reward
-        label = None
-        if not spec_path(path):
-            path, _, label = path.partition(":")
+        path, _, label = args.reward.partition(":")
         is_adapter = adapter_base(path)[0] is not None
         args = copy.copy(args)
         args.load_in_4bit &= is_adapter
         vars(args).update(tokenizer=None, attn_implementation=None, template_options=())  # which are about --model
         options = {"num_labels": 1} if is_adapter else {}
-        auto_class = "AutoModelForSequenceClassification"
-        model, self.tokenizer, missing = load_pretrained(auto_class, args, path, "--reward", **options)
+        kind = "AutoModelForSequenceClassification"
+        model, self.tokenizer, missing = load_pretrained(kind, args, path, "--reward", **options)
         if missing:
-            what = f"is not a sequence classifier, such as reward.py makes: it has no {missing[0]}"
-            raise InputError(f"--reward {args.reward} {what}")
+            raise InputError(f"--reward {args.reward} is not a sequence classifier: it has no {missing[0]}")
         labels = [model.config.id2label[number] for number in range(model.config.num_labels)]
-        if len(labels) == 1 and not label:
-            label = labels[0]
-        if label not in labels:
+        if label not in labels and (label or len(labels) > 1):
             raise InputError(f"--reward {args.reward} must end with the label to score, one of :{', :'.join(labels)}")
-        self.label = labels.index(label)
+        self.label = labels.index(label) if label else 0
         self.name = args.reward
         self.batch_size = args.micro_batch_size
         self.chats = chats  # whether the prompts are chats
         raise_heads(model)
         self.model = model.requires_grad_(False).eval().to(lm.device)
-        share_frozen(self.model, lm)
         self.tokenizer.truncation_side = "left"
         self.limit = min(max_positions(model), self.tokenizer.model_max_length, 10**9)  # which may be no limit
 
@@ -492,11 +448,10 @@ class RewardModel:
     def __call__(self, samples, ended):
         """Scores (B,) of the texts. The beginning of a text that is too long is cut off."""
         encoded = classifier_ids(self.tokenizer, samples, ended, self.chats, max_length=self.limit)
-        lengths = torch.tensor([len(ids) for ids in encoded])
         scores = torch.empty(len(encoded), dtype=torch.float64, device=self.model.device)
-        for rows in lengths.argsort(stable=True).split(self.batch_size):
+        for rows in longest_first([len(ids) for ids in encoded], self.batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
-            scores[rows.to(scores.device)] = logits[:, self.label].double()
+            scores[rows] = logits[:, self.label].double()
         return scores
 
 
@@ -525,10 +480,9 @@ def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
     """The tokens of texts as a classifier reads them, cut to max_length on the tokenizer's truncation_side. Texts in
     `ended` have one end: with chats that of a turn (`turn_end`), otherwise the end token."""
     eos = tokenizer.eos_token_id
-    end = [] if eos is None else [eos]
-    if chats:
-        _, end_of_turn = turn_end(tokenizer)
-        end = end_of_turn or end
+    end = turn_end(tokenizer)[1] if chats else []
+    if not end and eos is not None:
+        end = [eos]
     room = max_length and max_length - len(end)
     encoded = tokenizer(list(texts), truncation=bool(max_length), max_length=room)["input_ids"]
     for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
@@ -593,6 +547,8 @@ def classifier_logits(model, lines):
 # Rows do not affect each other if the gradient of one with respect to the embeddings of another is exactly zero. A few
 # tokens show this, without a list of architectures.
 
+SECOND = torch.arange(9) >= 4  # which of nine tokens belong to the second of two rows
+
 
 @torch.no_grad()
 def has_plain_output(lm):
@@ -615,22 +571,18 @@ def autocast_on_gpu(lm):
 
 def reads_padding(lm):
     """Whether masked padding on the left of a row changes its result."""
-    row = torch.arange(9) >= 4
-    positions = (row.long().cumsum(0) - 1).clamp(min=0)
-    return leaks(lm, ~row, row, attention_mask=row.long(), position_ids=positions)
+    positions = (torch.arange(9) - 4).clamp(min=0)
+    return leaks(lm, ~SECOND, SECOND, attention_mask=SECOND.long(), position_ids=positions)
 
 
 def can_pack(lm, packing, say):
-    """Whether a line may hold several texts: with packing on, if the model's layers keep apart what begins at position
-    0. Says why not."""
+    """With packing on, whether the model's layers keep apart what begins at position 0 of a line. Says why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
-    first = torch.arange(9) < 4
-    positions = torch.tensor([*range(4), *range(5)])
     if "flash" in str(lm.config._attn_implementation):
         say("--packing is off: flash attention reads such positions only if there is a single line")
         return False
-    if leaks(lm, first, ~first, position_ids=positions):
+    if leaks(lm, ~SECOND, SECOND, position_ids=torch.tensor([*range(4), *range(5)])):
         say("--packing is off: its layers carry over from one row into the next")
         return False
     return True

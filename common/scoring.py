@@ -5,8 +5,9 @@ have a label is flat, (N,), in the order of the lines.
 """
 
 import itertools
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import nn
@@ -257,25 +258,14 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 def in_float32(*modules):
     """Inside, the weights of modules (heads) are at least float32, although FSDP2 gathers them in bfloat16. What they
     compute is float32 only without autocast."""
-    kept = [*itertools.chain(*map(named_weights, modules))]
-    for module, name, weight in kept:
-        module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    try:
+    with ExitStack() as stack:
+        for module, name, weight in itertools.chain(*map(named_weights, modules)):
+            stack.callback(module._parameters.update, {name: weight})
+            module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
         yield
-    finally:
-        for module, name, weight in kept:
-            module._parameters[name] = weight
 
 
-@contextmanager
 def forward_replaced(module, compute):
-    """Inside, the module returns compute(its own output, states)."""
-    forward = module.forward
-    is_replaced = "forward" in vars(module)  # by a hook of accelerate
-    module.forward = lambda states: compute(forward, states)
-    try:
-        yield
-    finally:
-        del module.forward  # restores that of its class
-        if is_replaced:
-            module.forward = forward
+    """Inside, the module returns compute(its own forward, states)."""
+    forward = module.forward  # of its class, or a hook of accelerate
+    return mock.patch.object(module, "forward", lambda states: compute(forward, states))

@@ -40,7 +40,7 @@ CASES = {
     33: ("loss or gradients are not finite", "stops before the step; the last checkpoint is intact"),
     34: ("fp16", "error: bf16 or no"),
     35: ("logits or images are not finite while sampling", "stops, names the row"),
-    36: ("weights of the model are not finite", "error that names the tensor; ddpo: at the first image"),
+    36: ("weights of the model are not finite", "error at the first sample or step"),
     37: ("a prompt or row is longer than the model", "cut or dropped, and counted; ppo, grpo: an error without a flag"),
     38: ("prompt and --max-new-tokens exceed the model", "error that names row and flag"),
     39: ("an empty prompt", "the beginning token, or an error that names the row"),

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import typing
 from itertools import product
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -52,23 +51,23 @@ def flag_of(name):
 # ---- Ranges and defaults ---------------------------------------------------------------------------------------------
 
 BOUNDS = {  # range: values inside, outside
-    "at least 1 (and below 2**31)": ([1, 7], [0, -1, 2**31]),
-    "at least 0 (and below 2**31)": ([0, 7], [-1, 10**30]),
-    "a positive number (1e-30 to 1e30)": ([1e-9, 3.0], [0.0, -1.0, 1e-320, 1e300, NAN, INF]),
-    "0 or a positive number (up to 1e30)": ([0.0, 0.5], [-1e-9, 1e300, NAN, INF]),
+    "at least 1": ([1, 7], [0, -1]),
+    "at least 0": ([0, 7], [-1]),
+    "a positive number": ([1e-9, 3.0], [0.0, -1.0, NAN, INF]),
+    "0 or a positive number": ([0.0, 0.5], [-1e-9, NAN, INF]),
     "1 (no guidance) or more": ([1.0, 7.5], [0.999, NAN, INF]),
     "in [0, 1]": ([0.0, 0.5, 1.0], [-0.1, 1.1, NAN]),
     "in (0, 1]": ([0.1, 1.0], [0.0, 1.1, NAN]),
     "any": ([-1, 0], []),
 }
 FLAGS = {  # range: flags
-    "at least 1 (and below 2**31)": """batch_size decay_steps decode_batch_size group_size keep_checkpoints kl_horizon
+    "at least 1": """batch_size decay_steps decode_batch_size group_size keep_checkpoints kl_horizon
         max_length max_new_tokens max_prompt_length micro_batch_size min_length_limit num_epochs num_inference_steps
         ppo_epochs rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync threads total_episodes
         total_steps""",
-    "at least 0 (and below 2**31)": "eval_every lora_r save_every top_k warmup_steps",
-    "a positive number (1e-30 to 1e30)": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
-    "0 or a positive number (up to 1e30)": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
+    "at least 0": "eval_every lora_r save_every top_k warmup_steps",
+    "a positive number": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
+    "0 or a positive number": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
         cliprange_value cql_scale early_stop_kl eval_temperature kl_coef lr_final max_grad_norm missing_eos_penalty
         ratio_threshold score_clip sft_coef vf_coef weight_decay""",
     "1 (no guidance) or more": "guidance_scale",
@@ -77,29 +76,9 @@ FLAGS = {  # range: flags
     "any": "num_layers_unfrozen seed",
 }
 LOSSES = "sigmoid robust hinge ipo ipo_sum sigmoid_norm exo_pair nca_pair bco_pair sppo_hard apo_zero apo_down discopop"
-CHOICES = {
-    "advantage_kind": "std batch mean loo maxrl",
-    "policy_loss": "clip cispo",
-    "attn_implementation": "eager sdpa flash_attention_2",
-    "dtype": "float32 bfloat16 float64",
-    "kl_kind": "kl abs mse k3",
-    "loss_mean": "sequence token constant",
-    "loss_type": LOSSES,
-    "lr_schedule": "constant linear cosine",
-    "mixed_precision": "no bf16",
-    "ratio_level": "token sequence",
-    "score_scaling": "none running running-norm ref ref-norm",
-    "track": "off wandb tensorboard",
-    "truncation_mode": "keep_end keep_start",
-    "value_head": "linear mlp",
-    "value_head_init": "zeros normal default",
-}
 RANGES = {}  # {flag: range}
 for rule, names in FLAGS.items():
     RANGES |= dict.fromkeys(names.split(), rule)
-for name, words in CHOICES.items():
-    RANGES[name] = f"one of {', '.join(words.split())}"
-    BOUNDS[RANGES[name]] = words.split(), ["other"]
 SWITCHED_ON = "completion_only_loss normalize_rewards packing per_prompt_stats precompute_ref two_qs".split()
 SHARED = {
     "adam_betas": (0.9, 0.999), "adam_eps": 1e-8, "batch_size": 64, "decode_batch_size": 256, "dtype": "float32",
@@ -143,8 +122,7 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
 
 
 def is_ranged(hint):
-    types = {hint, *typing.get_args(hint)}
-    return not types.isdisjoint((int, float)) or Literal in map(typing.get_origin, types)
+    return not {hint, *typing.get_args(hint)}.isdisjoint((int, float))
 
 
 def in_tuples(values, name):
@@ -194,21 +172,19 @@ GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
-STOP = r"--stop \n\nQ begins with a backslash and a letter: a line break is $'\n' in a shell"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
-    ("sft", {"stop": "END"}, "--stop 'END' must be a list"),
-    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, STOP),
+    ("grpo", {"stop": ("END", "")}, "--stop ('END', '') must be texts that are not empty"),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),
     ("ppo", {"lora_r": 4, "num_layers_unfrozen": 0}, NO_LAYERS),
     ("sft", {"num_layers_unfrozen": 0}, NOTHING),
     ("dpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("ddpo", {"rollout_batch_size": 80, "batch_size": 5 * 32}, f"{EIGHTY} must be a multiple of --batch-size 160"),
-    ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1 (and below 2**31)"),
+    ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
     ("ddpo", {"rollout_batch_size": 80}, f"{EIGHTY} must be a multiple of --batch-size 64"),
     ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
     ("ppo", {"batch_size": 1024}, f"{USUAL} must be a multiple of --batch-size 1024"),
@@ -232,7 +208,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
-    ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1 (and below 2**31)"),
+    ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
     ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
@@ -308,9 +284,9 @@ def test_all_problems_are_told_at_once():
     flags = {"reward": None, "lr": -1, "batch_size": 0, "adam_betas": (0.9, 1.1), "top_p": 0.0, "lora_alpha": 2.0}
     assert sorted(told("ppo", **flags)) == [
         "--adam-betas (0.9, 1.1) must be in [0, 1]",
-        "--batch-size 0 must be at least 1 (and below 2**31)",
+        "--batch-size 0 must be at least 1",
         "--lora-alpha and --lora-targets need --lora-r",
-        "--lr -1 must be a positive number (1e-30 to 1e30)",
+        "--lr -1 must be a positive number",
         "--reward is missing: --help says what it takes",
         "--top-p 0.0 must be in (0, 1]",
     ]
@@ -371,7 +347,7 @@ def here(tmp_path, monkeypatch):
 
 BAD_YAML = [  # the file, what is said of it
     ("lr: [1", "--config a.yaml cannot be read: while parsing a flow sequence .*line 1, column 5"),
-    ("- lr", "--config a.yaml cannot be read: expected lines like `lr: 1e-5`"),
+    ("- lr", "--config a.yaml cannot be read: "),
     ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: --lr is given twice"),
     ("batch-size: 1\nbatch_size: 2", "--config a.yaml: --batch-size is given twice"),
     ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),

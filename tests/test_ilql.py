@@ -108,7 +108,7 @@ EPISODES, _ = ilql.encode_episodes(DIALOGUES, randomwalks.tokenizer(), 14, "--da
 
 def scaled(rows, of_eval_sets=(), normalize=True):
     """(rewards of all episodes, report) after `normalize_rewards`; rows: [(rewards, whether it ended)]"""
-    data = ilql.Data([], {"": [ilql.Episode([], [], *row) for row in of_eval_sets]}, [], None, None)
+    data = SimpleNamespace(eval_sets={"": [ilql.Episode([], [], *row) for row in of_eval_sets]}, report="")
     data.episodes = [ilql.Episode([], [], *row) for row in rows]
     ilql.normalize_rewards(data, SimpleNamespace(normalize_rewards=normalize))
     return [episode.rewards for episode in data.episodes + data.eval_sets[""]], data.report

@@ -374,7 +374,7 @@ def test_what_a_reward_may_return():
     assert scores_of(dense, [2, 5, 1, 2]) == [[0.0, 1.0], 1.0, [1.0], [0.0, 1.0]]
     scores, others = call_reward(lambda: {"good": [1, 2, 3, 4], "score": (4, 3, 2, 1)}, "r.py:f", PROMPTS, {})
     assert scores == [4.0, 3.0, 2.0, 1.0] and others == {"good": [1.0, 2.0, 3.0, 4.0]}
-    for bad, size, sentence in (("step", 4, "the name 'step', which is taken"), ("x", 1, "'x': [1.0] is not that")):
+    for bad, size, sentence in (("step", 4, "'step': [1.0, 1.0, 1.0, 1.0] (taken names"), ("x", 1, "'x': [1.0]")):
         with pytest.raises(InputError, match=re.escape(sentence)):
             call_reward(lambda bad=bad, size=size: {"score": [1.0] * 4, bad: [1.0] * size}, "r.py:f", PROMPTS, {})
 
@@ -407,9 +407,9 @@ def test_metrics_that_are_refused():
 
     expected = "m.py:f must return {name: list of 4 finite numbers}; "
     for values in NO_COLUMN:
-        with refused(f"{expected}'bad': "):
+        with refused(f"{expected}it returned 'bad': "):
             columns_of({"good": [1.0] * 4, "bad": values})
-    with refused("m.py:f returned a metric with the name 'reward', which is taken"):
+    with refused(f"{expected}it returned 'reward': [1.0, 1.0, 1.0, 1.0] (taken names: step, "):
         columns_of({"reward": [1.0] * 4})
     for values in (None, [1.0] * 4):
         with refused(f"{expected}it returned {values}"):
@@ -466,11 +466,9 @@ def test_names_of_functions_that_are_refused(here):
     for name in ("nope", "nan"):
         with refused(f"--reward user.py:{name}: user.py has no function '{name}'"):
             load_function(f"user.py:{name}", "--reward")
-    for spec in ("user.py", "user.csv:reward"):
-        with refused(f"--reward {spec}: expected path/to/file.py:function, with the name of a function in that file"):
+    for spec in ("user.py", "user.csv:reward", "nope.py:reward"):
+        with refused(f"--reward {spec}: there is no such file; expected path/to/file.py:function"):
             load_function(spec, "--reward")
-    with refused("--reward nope.py:reward: there is no file nope.py"):
-        load_function("nope.py:reward", "--reward")
     theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
     with refused(f"r.py:f: {theirs} rows' columns: answer"):
         call_function(lambda completions, **kwargs: 0, "r.py:f", [{"prompt": "b", "answer": 1}], {"outputs": ["c"]})
@@ -563,7 +561,7 @@ SAME = rows_with(*[{"chosen": "f", "rejected": "f"}] * 4)
 RAISED = ["prompt.index", "ValueError: substring"]
 REFUSED = [
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
-    entry(25, MEASURED, "4 finite numbers}; 'bad': ", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
+    entry(25, MEASURED, "numbers}; it returned 'bad': [nan", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
     common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
     entry(29, SCORED, "no_such_column: missing a required", "--model ./nope --reward user.py:no_such_column"),
     entry(29, MEASURED, "no_such_column: missing a required", "--model ./nope --metric user.py:no_such_column"),
@@ -571,12 +569,12 @@ REFUSED = [
     common(58, EVERY, "--resume runs/z: there is no such run or checkpoint", "--resume runs/z"),
     common(29, SCORED, ["a.py", "ZeroDivisionError"], "--reward a.py:b", a_py="1 / 0", user_code=True),
     common(29, EVERY, ["in rows", "KeyError: 'x'"], "--dataset user.py:rows:found=x", user_code=True),
-    common(29, EVERY, "--dataset user.py:rows:found=nothing returned", "--dataset user.py:rows:found=nothing"),
+    common(29, SCORED, "the user ended with SystemExit(0)", "--reward a.py:b", a_py="exit(0)", user_code=True),
+    common(29, EVERY, "'NoneType' object", "--dataset user.py:rows:found=nothing", user_code=True),
     entry(25, "sft", "--metric returned 'accuracy', which evaluations have", BAD_METRIC, user_py=RIGHT),
     entry(25, "dpo", "--metric returned 'loss', which evaluations have", BAD_METRIC, user_py=LOSS),
     entry(25, "ddpo", "--reward and --metric both return 'n'", f"{BAD_REWARD} --metric user.py:result", user_py=BOTH),
     entry(34, EVERY, "--dtype bfloat16: most updates of such weights would be lost to rounding", "--dtype bfloat16"),
-    entry(36, TEXT, f"{LOADED}{WEIGHT} is not finite", model="nan"),
     common(36, TEXT, ["--model model", f"{WEIGHT} is missing"], model="lacking"),
     entry(36, "ddpo", f"--model model: {CONV} is missing", model="lacking"),
     entry(36, LOADERS, LOADED, model="truncated"),
@@ -759,6 +757,15 @@ def test_logits_that_are_not_finite_while_sampling(algo, command):
     with pytest.raises(FloatingPointError, match="not finite"):
         command(algo, flags, "overflows")
     assert not Path("run/metrics.jsonl").exists() and not Path("run/hf_model").exists()
+
+
+@pytest.mark.case(36, TEXT)
+@each(TEXT)
+def test_weights_that_are_not_finite(algo, command):
+    """Told by the first sample, score or step."""
+    with pytest.raises(FloatingPointError, match="not finite|loss nan"):
+        command(algo, model="nan")
+    assert not Path("run/hf_model").exists()
 
 
 @pytest.mark.case(35, "ddpo")

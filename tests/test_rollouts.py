@@ -258,8 +258,8 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
     run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=3"), total_episodes=12, **flags)
     assert all("system\nBe 3<|im_end|>" in prompt for prompt in seen)
-    with pytest.raises(InputError, match="--template-options: expected key=value, not .*: while parsing"):
-        run("grpo", lm, tmp_path / "other", template_options=("think=[a/b/c",), **flags)
+    with pytest.raises(InputError, match="--template-options: expected key=value, not think"):
+        run("grpo", lm, tmp_path / "other", template_options=("think",), **flags)
 
 
 def retokenised(sample, prompt_ids, tokenizer):
@@ -282,7 +282,6 @@ def adds_a_word(sample, prompt_ids):
 WRONG = {
     "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
-    "returned 'prompt', a column": lambda sample, prompt_ids: (once(sample, prompt_ids), {"prompt": [1] * 12}),
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,

@@ -37,6 +37,7 @@ of all episodes, n of a micro-batch. A line is what the model reads in one row, 
 span) of an episode: a label is -100 where a token is not trained, and span is the range of the others in (N,).
 """
 
+import itertools
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -49,13 +50,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, TextArgs, build, cli
-from common.data import read_data
+from common.data import int32, pad_rows, read_data, set_prefix
 from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import load_lm, make_reference, unsharded
 from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs, summed
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, line_logprobs, score_all, split_lines, token_entropies
+from common.scoring import line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -229,6 +230,45 @@ def token_weights(lengths, loss_mean, max_new_tokens):
 def no_reward(outputs, **columns):
     """In place of a --reward that is left out."""
     return [0.0] * len(outputs)
+
+
+@dataclass
+class Episodes:
+    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
+    for each trained token, those of row 0 first; None if not known."""
+
+    prompts: list  # texts
+    queries: list  # their ids
+    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
+    row_of: torch.Tensor  # (N,) the row of each trained token
+    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
+
+    @classmethod
+    def of(cls, queries, responses, device):
+        """Of B queries and their `Responses`."""
+        examples = []
+        row_of = []
+        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
+            labels = [-100] * len(query)
+            for token, is_trained in zip(ids, trained, strict=True):
+                labels.append(token if is_trained else -100)
+            while labels[-1] == -100:  # what comes after the last trained token changes nothing
+                labels.pop()
+            span = range(len(row_of), len(row_of) + sum(trained))
+            row_of += [len(examples)] * len(span)
+            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
+        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
+        prompts = [row["prompt"] for row in responses.rows]
+        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
+
+    def places(self, lines):
+        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
+        spans = [span for _, _, span in itertools.chain(*lines)]
+        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
+
+    def grid(self, column):
+        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
+        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
 
 
 @dataclass
@@ -478,7 +518,7 @@ def main(args):
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]  # for --check
     in_status = IN_STATUS
-    headline = data.headline if args.eval_every else "objective/scores"
+    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
     if args.reward is None:
         in_status = IN_STATUS[2:]
         headline = "objective/kl"

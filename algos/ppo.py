@@ -48,13 +48,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
-from common.data import read_data
+from common.data import int32, pad_rows, read_data, set_prefix
 from common.launch import accumulate, optimizer_step, prepare, reduce_sums
 from common.logging import Run, closes_run, lines_of_use
 from common.model import draw_layers, load_decoder, load_lm, loading, make_reference, saved_heads, unsharded
 from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs
 from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import Episodes, in_float32, line_logprobs, score_all, split_lines, token_entropies
+from common.scoring import in_float32, line_logprobs, score_all, split_lines, token_entropies
 from common.seeding import rng
 
 HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
@@ -329,6 +329,45 @@ class PolicyWithValue(nn.Module):
 
 
 @dataclass
+class Episodes:
+    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
+    for each trained token, those of row 0 first; None if not known."""
+
+    prompts: list  # texts
+    queries: list  # their ids
+    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
+    row_of: torch.Tensor  # (N,) the row of each trained token
+    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
+
+    @classmethod
+    def of(cls, queries, responses, device):
+        """Of B queries and their `Responses`."""
+        examples = []
+        row_of = []
+        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
+            labels = [-100] * len(query)
+            for token, is_trained in zip(ids, trained, strict=True):
+                labels.append(token if is_trained else -100)
+            while labels[-1] == -100:  # what comes after the last trained token changes nothing
+                labels.pop()
+            span = range(len(row_of), len(row_of) + sum(trained))
+            row_of += [len(examples)] * len(span)
+            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
+        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
+        prompts = [row["prompt"] for row in responses.rows]
+        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
+
+    def places(self, lines):
+        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
+        spans = [span for _, _, span in itertools.chain(*lines)]
+        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
+
+    def grid(self, column):
+        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
+        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
+
+
+@dataclass
 class Rollout(Episodes):
     """Queries with responses, and what is known about them: columns (N,) of all trained tokens, and grids (B, R), in
     which a row is a response."""
@@ -585,7 +624,7 @@ def main(args):
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
-        headline = data.headline
+        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps;
     # state: the values that checkpoints keep
     state = run.begin(

@@ -437,7 +437,7 @@ def load_function(spec, flag):
     match = SPEC.fullmatch(spec)
     path = spec_path(spec)
     if not match or not path.is_file():
-        raise InputError(f"{flag} {spec}: there is no such file; expected path/to/file.py:function")
+        raise InputError(f"{flag} {spec}: expected path/to/file.py:function, of a file that exists")
     function = getattr(import_file(path.resolve(), path.read_bytes()), match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")

@@ -52,9 +52,7 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 # ---- Flags -> rows ---------------------------------------------------------------------------------------------------
 
 
-def read_data(
-    dataset, eval_dataset, *, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS
-):
+def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS):
     """What these flags name: rows, eval_sets ({name: rows}), prompts, and reward, metric and rollout, which are called
     as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy.
 
@@ -62,10 +60,9 @@ def read_data(
     given: the keyword arguments of reward and metric besides the rows' columns; InputError for a function that does not
     fit them.
     """
+    is_model = isinstance(reward, str) and not re.search(r"\.py(:|$)", reward)
+    reward_function = None if is_model else load_function(reward, "--reward")
     metric_function = load_function(metric, "--metric")
-    reward_function = None
-    if not isinstance(reward, str) or re.search(r"\.py(:|$)", reward):
-        reward_function = load_function(reward, "--reward")
     rollout_function = load_function(rollout, "--rollout")
     rows = load_rows(dataset, "--dataset")
     eval_sets = load_sets(eval_dataset)
@@ -81,86 +78,70 @@ def read_data(
     if rollout_function is None:  # else it may add columns that the others take
         check_parameters(reward_function, reward, [rows, *sets], given)
         check_parameters(metric_function, metric, [prompts] if prompts else sets or [rows], given)
-    return SimpleNamespace(
-        rows=rows,
-        eval_sets=eval_sets,
-        prompts=prompts,
-        reward=reward_function and partial(call_reward, reward_function, reward),
-        metric=metric_function and partial(call_metric, metric_function, metric),
-        rollout=rollout_function and partial(call_rollout, rollout_function, rollout),
-    )
+    found = SimpleNamespace(rows=rows, eval_sets=eval_sets, prompts=prompts)
+    found.reward = reward_function and partial(call_reward, reward_function, reward)
+    found.metric = metric_function and partial(call_metric, metric_function, metric)
+    found.rollout = rollout_function and partial(call_rollout, rollout_function, rollout)
+    return found
 
 
 def load_rows(data, flag):
     """Rows as a list of dicts with equal columns, of a list, a Dataset, a file, a data set of the hub, or a function
     that makes one of these. Call it before Accelerator(), as `build`."""
     screen.show(f"reading {flag}")
-    made = build(data, flag)
-    rows = made
-    if isinstance(made, str):
+    rows = build(data, flag)
+    if isinstance(rows, str):
         try:
-            rows = read_rows(made)
+            rows = read_rows(rows)
         except Exception as error:  # the libraries' errors have no common class
-            raise InputError(f"{flag} {made} cannot be loaded: {' '.join(str(error).split())}") from None
+            raise InputError(f"{flag} {rows} cannot be loaded: {' '.join(str(error).split())}") from None
     rows = list(rows)
     if not rows:
-        raise InputError(f"{flag} {made!s:.60} has no rows")
+        raise InputError(f"{flag} {data!s:.60} has no rows")
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{flag} row {number} is {row!r:.60}: expected a mapping such as {{'prompt': ...}}")
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
-    if isinstance(made, str) or isinstance(data, list | tuple):
-        return rows
-    return without_nulls(rows)  # a function may have taken its rows from a Dataset
+    return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
+
+
+def without_nulls(value):
+    """A chat, or tools, without the keys that are null: Arrow fills all that another row has. A message keeps its
+    content."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
+    return {key: without_nulls(value[key]) for key in named}
 
 
 def read_rows(name):
     """The rows as they stand in a file, in a directory saved by datasets, or in `org/name@revision:split` on the hub.
     Of what is on this machine no cache is made, and no text becomes a date or a number."""
     path = spec_path(name)
-    repository, _, split = name.partition(":")
-    repository, _, revision = repository.partition("@")
-    if path is None and (is_missing(repository) or name.removesuffix(".gz").endswith(FILE_KINDS)):
+    if path is None and (is_missing(name.partition("@")[0]) or name.removesuffix(".gz").endswith(FILE_KINDS)):
         raise ValueError("there is no such file or directory on this machine")
-    if path and not path.is_dir():
-        return rows_of_file(path)
-    import datasets
+    if path is None or path.is_dir():
+        import datasets
 
-    if path:
+        if path is None:
+            repository, _, split = name.partition(":")
+            repository, _, revision = repository.partition("@")
+            return datasets.load_dataset(repository, split=split or "train", revision=revision or None)
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, dict):
             raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
-        rows = rows.with_format("arrow")[:].to_pylist()  # images stay the bytes that they are
-    else:
-        rows = datasets.load_dataset(repository, split=split or "train", revision=revision or None)
-    return without_nulls(rows)
-
-
-def without_nulls(rows):
-    """Rows whose chats and tools lack the keys that Arrow has filled with null; a message keeps its content."""
-
-    def kept(value):
-        if isinstance(value, list):
-            return [kept(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        named = [key for key in value if value[key] is not None or (key == "content" and "role" in value)]
-        return {key: kept(value[key]) for key in named}
-
-    return [row | {column: kept(row[column]) for column in CHATS & row.keys()} for row in rows]
-
-
-def rows_of_file(path):
-    """The rows of a file. JSON may be a list or have a row in each line."""
+        return rows.with_format("arrow")[:].to_pylist()  # images stay the bytes that they are
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in FILE_KINDS:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")
     if kind == ".parquet":
         from pyarrow.parquet import read_table
 
-        return without_nulls(read_table(path).to_pylist())
+        return read_table(path).to_pylist()
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
         text = stream.read()
@@ -168,6 +149,11 @@ def rows_of_file(path):
         return rows_of_csv(text)
     if kind == ".txt":
         return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None)]
+    return rows_of_json(text)
+
+
+def rows_of_json(text):
+    """The rows of a list, or of lines with a row in each."""
     if text.lstrip().startswith("["):
         return json.loads(text, strict=False)
     rows = []
@@ -201,15 +187,13 @@ def load_sets(spec):
     commas, which are named by file stem, split or function."""
     if not spec:
         return {}
-    sources = []
-    if isinstance(spec, str):
-        sources = re.split(r",(?!\s*\w+=)", spec)  # before key= a comma belongs to the options of a function
+    # before key= a comma belongs to the options of a function
+    sources = re.split(r",(?!\s*\w+=)", spec) if isinstance(spec, str) else []
     sets = {}
     for source in map(str.strip, sources):
-        name = source.split(":")[1] if ":" in source else Path(source).stem
-        if name in sets:
-            raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
-        sets[name] = source
+        sets[source.split(":")[1] if ":" in source else Path(source).stem] = source
+    if len(sets) < len(sources):
+        raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
     if len(sets) < 2:
         sets = build(spec, "--eval-dataset")
     if not isinstance(sets, dict):
@@ -218,17 +202,14 @@ def load_sets(spec):
 
 
 def set_prefix(name):
-    """The prefix of an evaluation set's metrics."""
     return f"eval/{name}/" if name else "eval/"
 
 
 def set_flag(name):
-    """The name of an evaluation set in errors."""
     return f"--eval-dataset {name}".strip()
 
 
 def require_columns(rows, columns, flag):
-    """InputError that names the columns which are missing."""
     missing = [column for column in columns if column not in rows[0]]
     if missing:
         raise InputError(f"{flag} has the columns {', '.join(rows[0])}; expected {' and '.join(missing)}")
@@ -276,23 +257,20 @@ def chat_text(tokenizer, messages, row, where, answering=False, anew=False, mark
         if marked:  # a block, since a newline after a block is dropped
             template = tokenizer.get_chat_template(tools=options["tools"])
             options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
-        return tokenizer.apply_chat_template(with_mappings(messages), tokenize=False, **options)
+        messages = copy.deepcopy(messages)
+        for call in itertools.chain(*(message.get("tool_calls") or () for message in messages)):
+            function = call.get("function", call)
+            with suppress(TypeError, ValueError, KeyError):  # OpenAI's API gives JSON texts; others, mappings
+                function["arguments"] = json.loads(function["arguments"])
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates raise what they like
         raise InputError(f"{where}: the chat template cannot render the messages: {error!s:.300}") from None
 
 
-def with_mappings(messages):
-    """The messages, with mappings where the arguments of tool calls are JSON texts, as OpenAI's API gives them."""
-    messages = copy.deepcopy(messages)
-    for call in itertools.chain(*(message.get("tool_calls") or () for message in messages)):
-        function = call.get("function", call)
-        with suppress(TypeError, ValueError, KeyError):  # mappings already, or no JSON
-            function["arguments"] = json.loads(function["arguments"])
-    return messages
-
-
 def joined(prompt, answer):
     """The messages of a prompt and an answer, which goes on in the prompt's last message if that is the assistant's."""
+    if not isinstance(answer, list):
+        answer = [answer]  # for `chat_text` to refuse
     roles = [message.get("role") for message in (*prompt[-1:], *answer[:1]) if isinstance(message, dict)]
     if roles != ["assistant", "assistant"] or prompt[-1].get("tool_calls"):
         return [*prompt, *answer]
@@ -304,7 +282,7 @@ def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
     completion's answers, or if it marks nothing, whole messages with the end of their turns."""
     prompt = messages_in(row, "prompt")
-    completion = messages_in(row, "completion")
+    completion = row["completion"]
     messages = joined(prompt, completion)
     parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
     begin = len(messages) - len(completion)
@@ -314,21 +292,20 @@ def chat_turns(tokenizer, row, where):
 
     def text_before(i, **options):
         """What stands before answer i; before a first message this may be a system prompt of the template."""
-        if i > begin or (prompt and len(messages) == len(prompt) + len(completion)):
-            return chat_text(tokenizer, messages[:i], row, where, answering=True, anew=True, **options)
-        if prompt:
-            return chat_text(tokenizer, prompt, row, where, answering=True, **options)
+        before = messages[:i] if i > begin else prompt
+        if before:
+            return chat_text(tokenizer, before, row, where, answering=True, anew=i > begin, **options)
         empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where)
         return empty.partition(MARK)[0]
 
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)
         place = head.count(MARK)
+        rest = parts[place:]
         if place % 2:  # the prompt ends within an answer
             begun = head.rpartition(MARK)[2]
-            parts = ["".join(parts[:place]) + begun, added(parts[place], begun, where), *parts[place + 1 :]]
-        else:
-            parts = ["".join(parts[: place + 1]), *parts[place + 1 :]]
+            rest[:1] = [begun, added(rest[0], begun, where)]
+        parts = ["".join(parts[:place]) + rest[0], *rest[1:]]
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
@@ -340,29 +317,26 @@ def chat_turns(tokenizer, row, where):
 def tell_left_out(tokenizer, chats, flag):
     """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
     role. Each is tried in the first chat that has it, at its last place there."""
-    tried = set()
-    left_out = []
+    is_left_out = {}
     for messages, row in chats:
         others = {}  # {name: (messages, row) without it}
         if row.get("tools"):
             others["tools"] = (messages, row | {"tools": None})
         for place, message in enumerate(messages):
-            for key in message:
-                if key != "role" and message[key] not in (None, "", [], {}):
-                    other = message | {"content": message.get("content") or ""}
-                    del other[key]
-                    if key == "content":
-                        other[key] = MARK
+            for key in message.keys() - {"role"}:
+                if message[key] not in (None, "", [], {}):
+                    nothing = MARK if key == "content" else None
+                    other = message | {"content": message.get("content") or ""} | {key: nothing}
                     others[f"{key} of {message['role']}"] = ([*messages[:place], other, *messages[place + 1 :]], row)
         answering = messages[-1]["role"] != "assistant"
-        for name in others.keys() - tried:
-            tried.add(name)
+        for name in others.keys() - is_left_out.keys():
+            is_left_out[name] = False
             with suppress(InputError):  # of a template that cannot do without
                 whole = chat_text(tokenizer, messages, row, flag, answering)
-                if chat_text(tokenizer, *others[name], flag, answering) == whole:
-                    left_out.append(name)
-    if left_out:
-        screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(sorted(left_out))}")
+                is_left_out[name] = chat_text(tokenizer, *others[name], flag, answering) == whole
+    if any(is_left_out.values()):
+        names = ", ".join(sorted(filter(is_left_out.get, is_left_out)))
+        screen.say(f"warning: {flag}: the chat template leaves out: {names}")
 
 
 def added(text, beginning, where):
@@ -412,11 +386,10 @@ def pair_texts(rows, tokenizer, flag):
             where = f"{flag} row {number}"
             whole = []
             for side in SIDES:
-                chats.append((joined(messages_in(row, "prompt"), messages_in(row, side)), row))
+                chats.append((joined(messages_in(row, "prompt"), row[side]), row))
                 whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
-            prompt = ""
-            if messages := prompt_messages(row):
-                prompt = chat_text(tokenizer, messages, row, where, answering=True)
+            begun = prompt_messages(row)
+            prompt = chat_text(tokenizer, begun, row, where, answering=True) if begun else ""
             pairs.append((prompt, *(added(text, prompt, where) for text in whole)))
         tell_left_out(tokenizer, chats, flag)
         return pairs
@@ -492,31 +465,31 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it."""
     chat = is_chat(rows, ["prompt"])
     if chat:
-        prompts = []
-        for number, row in enumerate(rows, 1):
-            prompts.append(chat_text(tokenizer, row["prompt"], row, f"{flag} row {number}", answering=True))
-        tell_left_out(tokenizer, [(row["prompt"], row) for row in rows], flag)
-        rows = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+        chats = [(row["prompt"], row) for row in rows]
+        rows = []
+        for number, (messages, row) in enumerate(chats, 1):
+            prompt = chat_text(tokenizer, messages, row, f"{flag} row {number}", answering=True)
+            rows.append(row | {"prompt": prompt})
+        tell_left_out(tokenizer, chats, flag)
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
     kept = []
-    for place, ids in enumerate(queries):
-        where = f"{flag} row {place + 1}"
-        if not ids:
-            ids.append(beginning(tokenizer, where))
+    for number, (row, ids) in enumerate(zip(rows, queries, strict=True), 1):
+        where = f"{flag} row {number}"
+        ids = ids or [beginning(tokenizer, where)]
         if max_length is not None and len(ids) > max_length:
             continue
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if limit and positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
-        kept.append(place)
+        kept.append((row, ids))
     if not kept:
         raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
         screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")
-    return [rows[place] for place in kept], [queries[place] for place in kept]
+    return [row for row, _ in kept], [ids for _, ids in kept]
 
 
 def beginning(tokenizer, where):
@@ -611,12 +584,9 @@ def pack(lengths, max_length):
 def in_lines(packing, examples, lengths):
     """(lines, places): the examples in lines, one per line or with packing as many as fit into the length of the
     longest one, and the position (N,) of every example when the lines are concatenated."""
-    groups = [[i] for i in range(len(lengths))]
-    if packing:
-        groups = pack(lengths, max(lengths))
+    groups = pack(lengths, max(lengths)) if packing else [[i] for i in range(len(lengths))]
     lines = [[examples[i] for i in group] for group in groups]
-    order = torch.tensor([*itertools.chain(*groups)])
-    return lines, order.argsort()
+    return lines, torch.tensor([*itertools.chain(*groups)]).argsort()
 
 
 def collate(lines, pad_id, no_label=-100):
@@ -640,9 +610,7 @@ def pad_rows(rows, fill, begins=None, dtype=None, device=None):
     aligned in one column, so the lengths of the rows give left-padding. dtype: that of fill by default."""
     begins = begins or [0] * len(rows)
     left = max(begins)
-    width = left + max(len(row) - begin for row, begin in zip(rows, begins, strict=True))
-    padded = []
-    for row, begin in zip(rows, begins, strict=True):
-        aligned = [fill] * (left - begin) + list(row)
-        padded.append(aligned + [fill] * (width - len(aligned)))
+    aligned = [[fill] * (left - begin) + list(row) for row, begin in zip(rows, begins, strict=True)]
+    width = max(map(len, aligned))
+    padded = [row + [fill] * (width - len(row)) for row in aligned]
     return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)

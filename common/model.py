@@ -520,10 +520,8 @@ def classifier_logits(model, lines):
     is one that no text has."""
     lm = getattr(model, "module", model)
     is_decoder = hasattr(lm, "score")  # a head that scores every token, of which transformers takes one
-    pad = 0
-    if not is_decoder:
-        used = set().union(*itertools.chain(*lines))
-        pad = min({*range(len(used) + 1)} - used)
+    used = set() if is_decoder else set().union(*itertools.chain(*lines))
+    pad = min({*range(len(used) + 1)} - used)
     lm.config.get_text_config().pad_token_id = pad  # without one, transformers refuses several rows
     examples = [[(ids, [False] * (len(ids) - 1) + [True]) for ids in line] for line in lines]
     ids, positions, is_end = collate(examples, pad, no_label=False)

@@ -61,11 +61,6 @@ class Prompts:
             self.report += f"; without --eval-dataset, evaluations take the first {len(self.rows[:num_eval])}"
         self.report += f"; first: {self.rows[0]['prompt'][:200]!r}"
 
-    @property
-    def headline(self):
-        """The metric that chooses the best model: the mean reward of the first evaluation set."""
-        return f"{set_prefix(next(iter(self.eval_sets)))}reward"
-
     def load_reward(self, args, lm, tokenizer):
         """Loads the reward model, if --reward names one. Returns its classifier, or None."""
         if self.reward is None:
@@ -282,16 +277,10 @@ def generate_all(
             responses = [[(ids, True)] for ids in sample_rows(own_queries, range(len(local)))]
         else:
             own_rows = [rows[row] for row in local]
-            given = {
-                "sample": sample_rows,
-                "prompt_ids": own_queries,
-                "prompts": [row["prompt"] for row in own_rows],
-                "tokenizer": tokenizer,
-                "seeds": [int(rng(seed, f"{name} seeds", number, row).integers(2**32)) for row in local],
-                "model": lm,
-                "temperature": options["temperature"],
-                "max_new_tokens": max_new_tokens,
-            }
+            given = {"sample": sample_rows, "prompt_ids": own_queries, "tokenizer": tokenizer, "model": lm}
+            given["prompts"] = [row["prompt"] for row in own_rows]
+            given["seeds"] = [int(rng(seed, f"{name} seeds", number, row).integers(2**32)) for row in local]
+            given |= {"temperature": options["temperature"], "max_new_tokens": max_new_tokens}
             # the same in a continued run, and different in each process
             seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
             responses, columns = on_each(accelerator, rollout, own_rows, given, sampled)
@@ -371,7 +360,6 @@ def score_outputs(accelerator, reward, tokenizer, outputs, responses):
     each of its tokens; and what a reward function returned besides, {name: a number for each}. A reward function is
     called once, with all rows. A `RewardModel` scores a share of them in each process; it sees an end token where a
     response has ended."""
-    screen.show("scoring")
     given = text_arguments(tokenizer, responses, outputs)
     if not isinstance(reward, RewardModel):
         lengths = [len(ids) for ids in responses.ids]

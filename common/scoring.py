@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, without all logits in memory at once, and the episodes that they belong to.
+"""Log-probabilities of tokens, without all logits in memory at once.
 
 All scripts score lines: one row of tokens or, packed, several, padded on the right. What is known of the N tokens that
 have a label is flat, (N,), in the order of the lines.
@@ -6,15 +6,13 @@ have a label is flat, (N,), in the order of the lines.
 
 import itertools
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.data import collate, in_lines, int32, line_length, longest_first, pad_rows
+from common.data import collate, in_lines, line_length, longest_first, pad_rows
 from common.launch import local_rows, named_weights
 from common.terminal import screen
 
@@ -119,61 +117,6 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return terms[0], read[0], others
 
 
-# ---- Episodes --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Episodes:
-    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
-    for each trained token, those of row 0 first; None if not known."""
-
-    prompts: list  # texts
-    queries: list  # their ids
-    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
-    row_of: torch.Tensor  # (N,) the row of each trained token
-    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
-
-    @classmethod
-    def of(cls, queries, responses, device):
-        """Of B queries and their `Responses`."""
-        examples = []
-        row_of = []
-        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
-            labels = [-100] * len(query)
-            for token, is_trained in zip(ids, trained, strict=True):
-                labels.append(token if is_trained else -100)
-            while labels[-1] == -100:  # what comes after the last trained token changes nothing
-                labels.pop()
-            span = range(len(row_of), len(row_of) + sum(trained))
-            row_of += [len(examples)] * len(span)
-            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
-        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
-        prompts = [row["prompt"] for row in responses.rows]
-        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
-
-    def places(self, lines):
-        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
-        spans = [span for _, _, span in itertools.chain(*lines)]
-        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
-
-    def grid(self, column):
-        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
-        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
-
-
-def score_all(accelerator, episodes, micro_batch_size, score):
-    """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
-    columns = {}
-    for lines in split_lines(accelerator, episodes.examples, micro_batch_size):
-        places = episodes.places(lines)
-        for name, values in score(lines).items():
-            if name not in columns:
-                columns[name] = values.new_zeros(len(episodes.row_of))
-            columns[name][places] = values
-    # every token is scored by one process and zero in the others: the sum is exact
-    return {name: accelerator.reduce(column) for name, column in columns.items()}
-
-
 # ---- Lines of a process ----------------------------------------------------------------------------------------------
 
 
@@ -202,6 +145,19 @@ def split_lines(accelerator, examples, batch_size, packing=False):
         room -= width
         micro_batches[-1].append(lines[dealt[accelerator.process_index]])
     return micro_batches
+
+
+def score_all(accelerator, episodes, micro_batch_size, score):
+    """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
+    columns = {}
+    for lines in split_lines(accelerator, episodes.examples, micro_batch_size):
+        places = episodes.places(lines)
+        for name, values in score(lines).items():
+            if name not in columns:
+                columns[name] = values.new_zeros(len(episodes.row_of))
+            columns[name][places] = values
+    # every token is scored by one process and zero in the others: the sum is exact
+    return {name: accelerator.reduce(column) for name, column in columns.items()}
 
 
 def pair_length(pair):
@@ -265,7 +221,15 @@ def in_float32(*modules):
         yield
 
 
+@contextmanager
 def forward_replaced(module, compute):
     """Inside, the module returns compute(its own forward, states)."""
-    forward = module.forward  # of its class, or a hook of accelerate
-    return mock.patch.object(module, "forward", lambda states: compute(forward, states))
+    forward = module.forward
+    hook = vars(module).get("forward")  # of accelerate
+    module.forward = lambda states: compute(forward, states)
+    try:
+        yield
+    finally:
+        del module.forward  # that of its class is back
+        if hook is not None:
+            module.forward = hook

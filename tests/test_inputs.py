@@ -467,7 +467,7 @@ def test_names_of_functions_that_are_refused(here):
         with refused(f"--reward user.py:{name}: user.py has no function '{name}'"):
             load_function(f"user.py:{name}", "--reward")
     for spec in ("user.py", "user.csv:reward", "nope.py:reward"):
-        with refused(f"--reward {spec}: there is no such file; expected path/to/file.py:function"):
+        with refused(f"--reward {spec}: expected path/to/file.py:function, of a file that exists"):
             load_function(spec, "--reward")
     theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
     with refused(f"r.py:f: {theirs} rows' columns: answer"):

@@ -21,7 +21,6 @@ from common import sampling
 from common.launch import NotFinite
 from common.model import as_decoder
 from common.sampling import Responses, add_ids, decode, generate_all, sample, stopped, text_arguments, texts_behind
-from common.scoring import Episodes
 from common.seeding import draw
 from common.seeding import uniforms as keyed_uniforms
 
@@ -343,7 +342,7 @@ def test_line_logprobs_is_the_plain_forward(build_model, letters, family, packin
     ids = sample(model, letters, queries, uniforms(3, 7), [7, 7, 7], temperature=0.7)
     keep = [[1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
     trained = [[flag == 1 for flag in row] for row in keep]
-    batch = Episodes.of(queries, Responses(ids, trained, [False] * 3, [{"prompt": ""}] * 3), "cpu")
+    batch = ppo.Episodes.of(queries, Responses(ids, trained, [False] * 3, [{"prompt": ""}] * 3), "cpu")
     lines = [batch.examples[:2], batch.examples[2:]] if packing else [[example] for example in batch.examples]
     columns = torch.zeros(3, 5 + 3 + 3, dtype=torch.float64)  # trained tokens of the rows
     for part in (lines[1:], lines[:1]):

@@ -495,13 +495,6 @@ def accepted(function, name, row, given):
     return names
 
 
-def check_parameters(function, name, sets, given):
-    """InputError if a user's function, if there is one, does not fit these arguments and the columns of the rows."""
-    for rows in sets:
-        if function is not None:
-            accepted(function, name, rows[0], given)
-
-
 event_loop = functools.cache(asyncio.new_event_loop)  # one of all coroutines: a client that they keep belongs to it
 
 

@@ -24,11 +24,11 @@ import torch
 
 from common.cli import (
     InputError,
+    accepted,
     build,
     call_metric,
     call_reward,
     call_rollout,
-    check_parameters,
     is_missing,
     load_function,
     spec_path,
@@ -54,12 +54,9 @@ ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MU
 
 def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS):
     """What these flags name: rows, eval_sets ({name: rows}), prompts, and reward, metric and rollout, which are called
-    as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy.
-
-    prompts: what a script without a reward samples from, --eval-prompts, or for a metric the first evaluation set.
-    given: the keyword arguments of reward and metric besides the rows' columns; InputError for a function that does not
-    fit them.
-    """
+    as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy. prompts: what a
+    script without a reward samples from, --eval-prompts, or for a metric the first evaluation set. given: the keyword
+    arguments of reward and metric besides the rows' columns; InputError for a function that does not fit them."""
     is_model = isinstance(reward, str) and not re.search(r"\.py(:|$)", reward)
     reward_function = None if is_model else load_function(reward, "--reward")
     metric_function = load_function(metric, "--metric")
@@ -74,10 +71,14 @@ def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None
         prompts = next(iter(sets), [])
         if not prompts:
             raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
-    check_parameters(rollout_function, rollout, [rows, *sets], ROLLOUT_ARGUMENTS)
-    if rollout_function is None:  # else it may add columns that the others take
-        check_parameters(reward_function, reward, [rows, *sets], given)
-        check_parameters(metric_function, metric, [prompts] if prompts else sets or [rows], given)
+    for members in (rows, *sets):
+        if rollout_function:
+            accepted(rollout_function, rollout, members[0], ROLLOUT_ARGUMENTS)
+        elif reward_function:  # with a rollout function, which may add columns, only once it is called
+            accepted(reward_function, reward, members[0], given)
+    for members in [prompts] if prompts else sets or [rows]:
+        if metric_function and not rollout_function:
+            accepted(metric_function, metric, members[0], given)
     found = SimpleNamespace(rows=rows, eval_sets=eval_sets, prompts=prompts)
     found.reward = reward_function and partial(call_reward, reward_function, reward)
     found.metric = metric_function and partial(call_metric, metric_function, metric)
@@ -108,8 +109,7 @@ def load_rows(data, flag):
 
 
 def without_nulls(value):
-    """A chat, or tools, without the keys that are null: Arrow fills all that another row has. A message keeps its
-    content."""
+    """A chat, or tools, without the keys with null, which Arrow gives all rows. A message keeps its content."""
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if not isinstance(value, dict):
@@ -281,7 +281,7 @@ def joined(prompt, answer):
 def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
     completion's answers, or if it marks nothing, whole messages with the end of their turns."""
-    prompt = messages_in(row, "prompt")
+    prompt = row["prompt"] or []
     completion = row["completion"]
     messages = joined(prompt, completion)
     parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
@@ -357,7 +357,7 @@ def row_segments(rows, tokenizer, flag):
     if is_chat(rows, ["prompt"]):
         require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_left_out(tokenizer, [(joined(row["prompt"], row["completion"]), row) for row in rows], flag)
+        tell_left_out(tokenizer, [(joined(messages_in(row, "prompt"), row["completion"]), row) for row in rows], flag)
         return turns
     if "dialogue" in columns:
         for number, row in enumerate(rows, 1):
@@ -484,8 +484,6 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
         kept.append((row, ids))
-    if not kept:
-        raise InputError(f"--max-prompt-length {max_length} drops every row of {flag}")
     if len(kept) < len(rows):
         dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
         screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")

@@ -41,19 +41,15 @@ class Prompts:
         encoder = lm.config.is_encoder_decoder
         if encoder and self.rollout:
             raise InputError("--rollout does not work with an encoder-decoder, which answers once")
-        limit = max_positions(lm)
+        options = {"limit": max_positions(lm), "max_length": max_prompt_length, "encoder": encoder}
         self.chats = is_chat(self.rows, ["prompt"])
-
-        def encode_set(rows, flag):
-            return encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_prompt_length, encoder)
-
-        self.rows, self.queries = encode_set(self.rows, "--dataset")
+        self.rows, self.queries = encode_prompts(self.rows, tokenizer, max_new_tokens, flag="--dataset", **options)
         for name, rows in self.eval_sets.items():
-            self.eval_sets[name] = encode_set(rows, set_flag(name))
+            self.eval_sets[name] = encode_prompts(rows, tokenizer, max_new_tokens, flag=set_flag(name), **options)
         words, end = turn_end(tokenizer) if self.chats else ("", [])
         if end and end[0] not in row_ends(tokenizer):
-            words = words.rstrip()
-            screen.say(f"warning: {words!r} ends a turn of the chat template but no response, unless --stop has it")
+            ends = f"{words.rstrip()!r} ends a turn of the chat template but no response"
+            screen.say(f"warning: {ends}, unless --stop has it")
         lengths = sorted(map(len, self.queries))
         self.report = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
         if not self.eval_sets:
@@ -106,8 +102,8 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
                 if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
                     ended.add(row)
                 if response[-1] == -1:
-                    where = f"at response token {len(response)} after the ids {contexts[row]!s:.60}"
-                    raise NotFinite(f"logits are not finite {where}")
+                    where = f"response token {len(response)} after the ids {contexts[row]!s:.60}"
+                    raise NotFinite(f"logits are not finite at {where}")
             drawn = []
             going = [place for place, row in enumerate(rows) if row not in ended]
             if not going:
@@ -394,8 +390,7 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     outputs = decode(tokenizer, queries, responses.ids, options["stop"])
     values = {}
     if metric is not None:
-        given = text_arguments(tokenizer, responses, outputs)
-        values |= on_main(accelerator, metric, responses.rows, given)
+        values |= on_main(accelerator, metric, responses.rows, text_arguments(tokenizer, responses, outputs))
     if reward is not None:
         scores, columns = score_outputs(accelerator, reward, tokenizer, outputs, responses)
         stop_if([f"--reward and --metric both return {key!r}: choose another name" for key in values.keys() & columns])
@@ -413,12 +408,11 @@ def evaluate_sets(accelerator, model, lm, tokenizer, data, **options):
     language model in `model`, without wrappers and heads. options: those of `generate_all`."""
     metrics = {}
     samples = []
+    functions = (data.metric, data.reward, data.rollout)
     model.eval()
     with unsharded(model):
         for name, (rows, queries) in data.eval_sets.items():
-            means, set_samples = evaluate_samples(
-                accelerator, lm, tokenizer, rows, queries, data.metric, data.reward, data.rollout, **options
-            )
+            means, set_samples = evaluate_samples(accelerator, lm, tokenizer, rows, queries, *functions, **options)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
             if len(data.eval_sets) > 1:
                 set_samples = [{"set": name} | row for row in set_samples]

@@ -197,7 +197,7 @@ def test_evaluations_are_of_the_same_noise(tiny, tmp_path):
     assert torch.equal(start, middle) and torch.equal(start, end)  # lr is next to nothing
     pixels = (start * 255).round().to(torch.uint8)
     rewards = [row["reward"] for row in samples(run, 0)]
-    ddpo.grid(pixels, [row["prompt"] for row in ROWS], rewards, tmp_path / "expected.png")
+    ddpo.grid(pixels, [row["prompt"] for row in ROWS], rewards).save(tmp_path / "expected.png")
     for record in log(run):
         grid = run / f"images/step_{record['step']:08d}.png"
         assert grid.read_bytes() == (tmp_path / "expected.png").read_bytes()
@@ -217,8 +217,6 @@ def test_adapters_go_on(tiny, tmp_path):
     _, more = run_ddpo(tiny, tmp_path / "more", resume=str(newest(short)), **flags)
     assert log(more) == log(straight)[-1:] and equal(unet(more / "hf_model"), unet(straight / "hf_model"))
     assert state(more)["rewards"] == state(straight)["rewards"]
-    _, other = run_ddpo(tiny, tmp_path / "other", resume=str(newest(short)), reward=greenness, **flags)
-    assert sum(map(len, state(other)["rewards"].values())) == 8  # of the second epoch alone
 
 
 @pytest.mark.case(33, "ddpo")

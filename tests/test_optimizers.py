@@ -51,11 +51,12 @@ def test_an_optimizer_without_epsilon_that_counts_in_its_groups_continues_exactl
     frozen = ckpt.frozen_weights(model)
     files, state = ckpt.pack_state(model, optimizer, frozen, first, step=3, best_step=None)
     assert state["optimizer_settings"] == [{"steps": 3}]
-    ckpt.write_checkpoint(tmp_path, files, state, 1, print)
+    ckpt.write_checkpoint(tmp_path, files, state | {"run": {}}, 1)
     expected = trained(model, optimizer, 2)
 
     model, optimizer = made()
-    path, state = ckpt.newest_checkpoint(tmp_path, print)
+    [path] = (tmp_path / "checkpoints").iterdir()
+    state = ckpt.read_checkpoint(path)
     ckpt.unpack_state(path, state, model, optimizer, ckpt.frozen_weights(model))
     assert optimizer.param_groups[0]["steps"] == 3
     assert torch.equal(trained(model, optimizer, 2), expected)

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import ppo
 from benchmarks.tasks import randomwalks
-from common.cli import InputError
 from common.model import RewardModel, blocks, freeze
 
 LAYERS = 3
@@ -42,8 +41,6 @@ def test_frozen_blocks(family):
     """The top block and the norm behind it are trained."""
     lm = build(family)
     assert len(blocks(lm)) == LAYERS
-    with pytest.raises(InputError, match="--num-layers-unfrozen 4: the model has 3 layers"):
-        freeze(lm, 4)
     freeze(lm, 1)
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
     top_block = {name for name, _ in lm.named_parameters() if f".{LAYERS - 1}." in name}
@@ -295,19 +292,15 @@ def lengths(outputs, **columns):
 
 
 @pytest.mark.case(15, "ppo")
-def test_a_run_that_goes_on_with_another_coefficient_and_another_reward(gpt2_dir, tmp_path):
-    """The flag's coefficient, and moments of the new scores alone."""
+def test_a_run_that_goes_on_with_another_coefficient(gpt2_dir, tmp_path):
     flags = {"kl_target": None, "score_scaling": "running"}
     run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, total_episodes=10, **flags)
-    again = {"resume": str(tmp_path / "one"), "total_episodes": 30, **flags}
-    for name, number, more in (("same", 30, {}), ("other", 20, {"reward": lengths})):
-        _, run_dir = run_ppo(gpt2_dir, tmp_path / name, kl_coef=0.7, **again, **more)
-        assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
-        state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
-        assert state["moments"][0] == number
-    for check in (False, True):
-        with pytest.raises(InputError, match="one: give --rollout-batch-size 10, too, because it counts what was tr"):
-            run_ppo(gpt2_dir, tmp_path / "new", rollout_batch_size=5, check=check, **again)
+    _, run_dir = run_ppo(
+        gpt2_dir, tmp_path / "two", kl_coef=0.7, resume=str(tmp_path / "one"), total_episodes=30, **flags
+    )
+    assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
+    state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
+    assert state["moments"][0] == 30
 
 
 def test_an_adapted_coefficient_is_kept_for_another_reward(gpt2_dir, tmp_path):

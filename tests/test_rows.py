@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
-from common.cli import InputError, load_function
+from common.cli import InputError, accepted, load_function
 from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts, read_rows
 from common.model import classifier_ids
 from common.sampling import Prompts
@@ -298,8 +298,6 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
 
 @pytest.mark.case(39, "dpo")
 def test_prompts_without_a_token(letters):
-    with refused("--max-prompt-length 2 drops every row of --dataset$"):
-        encode_prompts([{"prompt": "abc"}], letters, 5, 32, "--dataset", max_length=2)
     letters.bos_token = None
     sentence = "--dataset row 2: the prompt is empty and the tokenizer has no beginning token$"
     rows = [{"prompt": prompt, "chosen": "c", "rejected": "d"} for prompt in ("b", "")]
@@ -893,6 +891,14 @@ def test_functions_from_python_and_of_files_of_one_name(tmp_path):
         (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
         functions.append(load_function(f"{tmp_path}/{folder}/task.py:name", "--reward"))
     assert [pickle.loads(pickle.dumps(function))() for function in functions] == ["one", "two"]
+
+
+def test_an_option_is_not_replaced_by_a_column(tmp_path):
+    (tmp_path / "task.py").write_text("def score(outputs, weight, **columns):\n    return outputs\n")
+    function = load_function(f"{tmp_path}/task.py:score:weight=0.5", "--reward")
+    accepted(function, "--reward", {"prompt": "a", "length": 3}, ("outputs",))
+    with refused("rename the rows' column 'weight': --reward gets something else under this name$"):
+        accepted(function, "--reward", {"prompt": "a", "weight": 3}, ("outputs",))
 
 
 def test_prompts_of_lines():

@@ -158,6 +158,7 @@ def play(job):
         if flags.get(name) in globals():
             flags[name] = globals()[flags[name]]
     with pytest.MonkeyPatch.context() as context, ExitStack() as stack:
+        context.setattr(checkpoint, "imported_files", lambda: [])  # pytest has loaded other files than torchrun
         for name in job.get("patches", ()):
             stack.enter_context(PATCHES[name](context, script, job))
         with suppress(Stop):
@@ -283,7 +284,7 @@ def same_result(run, expected):
     one = json.loads(max(Path(run).glob("checkpoints/*/state.json")).read_text())
     two = json.loads(max(Path(expected).glob("checkpoints/*/state.json")).read_text())
     same_record(one.pop("rewards", {}), two.pop("rewards", {}), "rewards of prompts")
-    assert one.pop("run")["algo"] == two.pop("run")["algo"]
+    assert one.pop("run").keys() == two.pop("run").keys()  # with the flags, which differ
     same_record(one, two, "state")
     images = {path.name: path.read_bytes() for path in Path(expected).glob("images/*.png")}
     assert images == {path.name: path.read_bytes() for path in Path(run).glob("images/*.png")}

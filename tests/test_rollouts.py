@@ -274,12 +274,18 @@ def forgets_a_turn(sample, prompt_ids):
     return [[(new, True), (more, True)] for new, more in zip(first, second, strict=True)]
 
 
+def adds_a_word(sample, prompt_ids):
+    new = sample([[*ids, 1] for ids in prompt_ids], range(len(prompt_ids)))
+    return [[([1, *ids], True)] for ids in new]
+
+
 WRONG = {
     "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
+    "trained ids that `sample` did not return": adds_a_word,
     # the last one twice
     "takes contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample(prompt_ids[:2], [11, -1]),
     "counted from 0": lambda sample, prompt_ids: sample([[], [1]], [0, 1]),

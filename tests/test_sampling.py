@@ -141,6 +141,8 @@ def test_logits_that_are_not_finite_are_an_error(build_model, letters, monkeypat
     sentence = f"logits are not finite at response token 3 after the ids {queries[1]}"
     with pytest.raises(NotFinite, match=re.escape(sentence)):
         sample(lm, letters, queries, u, [9, 9])
+    response = []
+    assert add_ids(response, [3, -1, 5], [0], 9, [EOS], (), letters) and response == [3, -1]  # -1: of such logits
     calls = []
     lm.register_forward_hook(lambda *_: calls.append(1))
     assert sample(lm, letters, queries, u, [4, 2]) == [expected[0][:4], expected[1][:2]]

@@ -36,6 +36,24 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 
 _open = []  # open runs of this process
 
+TERM = [signal.SIGTERM]
+
+
+def leave_runs():
+    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits for
+    them; one that arrives while Python forgets its parent's signals would be lost, so it is blocked meanwhile."""
+    while _open:
+        for number, handler in _open.pop().handlers.items():
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
+
+
+os.register_at_fork(
+    before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, TERM),
+    after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, TERM),
+    after_in_child=leave_runs,
+)
+
 
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
@@ -85,7 +103,6 @@ class Run:
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = ckpt.identity(args, script)
-        self.process = os.getpid()
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -168,7 +185,7 @@ class Run:
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
         self.lock.truncate()
-        self.lock.write(f"{self.process} on {platform.node()}")
+        self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
         self.path = folder
         return folder.absolute()
@@ -385,8 +402,6 @@ class Run:
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
-        if os.getpid() != self.process:  # a child that a reward has forked
-            os._exit(128 + number)
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done
@@ -503,8 +518,10 @@ class Run:
 
     def result(self):
         """The newest value of every metric, and the run directory."""
-        records = on_main(self.accelerator, self._records, "metrics.jsonl")
-        return {name: value for record in records for name, value in record.items()}, self.dir
+        result = {}
+        for record in on_main(self.accelerator, self._records, "metrics.jsonl"):
+            result |= record
+        return result, self.dir
 
     def _records(self, name):
         path = self.dir / name

@@ -213,7 +213,9 @@ def make_reference(args, path, lm, tokenizer):
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
             raise InputError(f"--ref-model {args.ref_model} differs from --model in its vocabulary")
-        return as_decoder(ref.to(lm.device)).requires_grad_(False).eval()
+        ref = as_decoder(ref.to(lm.device))
+        if ref is not lm:  # one object may be given for both
+            return ref.requires_grad_(False).eval()
     frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
     ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares frozen weights
     if args.lora_r:

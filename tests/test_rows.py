@@ -805,9 +805,8 @@ def test_keys_that_other_rows_have_are_no_nulls(tmp_path, monkeypatch):
         assert [row["tools"] for row in found] == [row["tools"] for row in rows]
         assert [row["chat_template_kwargs"] for row in found] == [{"a": 1}, {"city": "Bergen"}]
         assert found[0]["info"] == {"a": 1, "city": None}  # a column of the user's
-    plain = [{"prompt": "a", "tools": [{"default": None}]}]  # the same rows are the same texts in any file
-    assert load_rows(write("rows.jsonl", plain), "--dataset") == [{"prompt": "a", "tools": [{}]}]
-    assert load_rows(plain, "--dataset") == [{"prompt": "a", "tools": [{}]}]
+    plain = [{"prompt": "a", "tools": [{"default": None}]}]  # a null that somebody wrote stays
+    assert load_rows(write("rows.jsonl", plain), "--dataset") == load_rows(plain, "--dataset") == plain
 
 
 def test_names_of_the_hub(monkeypatch):

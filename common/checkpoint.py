@@ -154,9 +154,6 @@ def fsync(path):
     os.close(descriptor)
 
 
-# ---- Export ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def replacing(directory):
     """A new directory to write into. If the block ends without an error, it is synced and replaces the path."""
@@ -219,8 +216,6 @@ def keep_lines(path, step, lacks_evaluation):
     if path.exists():
         write_text(path, "".join(kept))
 
-
-# ---- Identity --------------------------------------------------------------------------------------------------------
 
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.
 SIZES = ["micro_batch_size", "decode_batch_size", "packing", "gradient_checkpointing"]
@@ -365,11 +360,5 @@ def environment(accelerator):
         device = torch.cuda.get_device_name()
     processes = accelerator.num_processes
     launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"
-    return {
-        "command": f"{launcher} {shlex.join(sys.argv)}",
-        "commit": commit,
-        "device": device,
-        "processes": processes,
-        "threads": torch.get_num_threads(),
-        "versions": versions,
-    }
+    machine = {"commit": commit, "device": device, "processes": processes, "threads": torch.get_num_threads()}
+    return {"command": f"{launcher} {shlex.join(sys.argv)}", **machine, "versions": versions}

@@ -1,9 +1,7 @@
 """Data: rows of files, hub datasets and lists become texts, texts become tokens, tokens become lines and tensors.
 
-Forms of a row, where a chat is a list of messages that the tokenizer's chat template writes, with the row's `tools`:
-{"text"}; {"prompt", "completion"}, both texts or both chats; {"messages"}, a chat; {"dialogue": [prompt, output,
-prompt, output, ...]}; {"chosen", "rejected"} with or without "prompt", texts or chats; {"prompt"}, to sample from.
-Row 1 shows the form of all rows. A bad row gives an InputError that names the flag, the row and the column.
+Row 1 shows the form of all rows (algos/README.md, "Rows"). A bad row gives an InputError that names the flag,
+the row and the column.
 """
 
 import ast
@@ -22,17 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common.cli import (
-    InputError,
-    accepted,
-    build,
-    call_metric,
-    call_reward,
-    call_rollout,
-    is_missing,
-    load_function,
-    spec_path,
-)
+from common.cli import InputError, accepted, build, call_metric, call_reward, call_rollout, load_function, spec_path
 from common.terminal import screen, visible
 
 # Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
@@ -49,14 +37,10 @@ MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
-# ---- Flags -> rows ---------------------------------------------------------------------------------------------------
-
-
 def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS):
-    """What these flags name: rows, eval_sets ({name: rows}), prompts, and reward, metric and rollout, which are called
-    as `call_reward` and so on. reward is None for a reward model, which is loaded after the policy. prompts: what a
-    script without a reward samples from, --eval-prompts, or for a metric the first evaluation set. given: the keyword
-    arguments of reward and metric besides the rows' columns; InputError for a function that does not fit them."""
+    """What these flags name: rows, eval_sets ({name: rows}), prompts to sample from for a metric, and reward, metric
+    and rollout, called as `call_reward` and so on. A reward model is None here: it is loaded after the policy. given:
+    the keyword arguments of reward and metric besides the rows' columns, which must fit them."""
     is_model = isinstance(reward, str) and not re.search(r"\.py(:|$)", reward)
     reward_function = None if is_model else load_function(reward, "--reward")
     metric_function = load_function(metric, "--metric")
@@ -124,15 +108,15 @@ def read_rows(name):
     """The rows as they stand in a file, in a directory saved by datasets, or in `org/name@revision:split` on the hub.
     Of what is on this machine no cache is made, and no text becomes a date or a number."""
     path = spec_path(name)
-    if path is None and (is_missing(name.partition("@")[0]) or name.removesuffix(".gz").endswith(FILE_KINDS)):
+    on_hub = re.fullmatch(r"(\w[\w.-]*(?:/[\w.-]+)?)(?:@([^:]+))?(?::(.+))?", name)
+    if path is None and (not on_hub or name.removesuffix(".gz").endswith(FILE_KINDS)):
         raise ValueError("there is no such file or directory on this machine")
     if path is None or path.is_dir():
         import datasets
 
         if path is None:
-            repository, _, split = name.partition(":")
-            repository, _, revision = repository.partition("@")
-            return datasets.load_dataset(repository, split=split or "train", revision=revision or None)
+            repository, revision, split = on_hub.groups()
+            return datasets.load_dataset(repository, split=split or "train", revision=revision)
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, dict):
             raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
@@ -241,9 +225,8 @@ def messages_in(row, column):
 
 
 def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
-    """The messages as rendered by the chat template, with the row's tools. They end with an answer, or with answering
-    where one begins; it goes on in the last message if that is the assistant's, but for anew. marked: MARK replaces {%
-    generation %} and {% endgeneration %}."""
+    """The messages as the chat template renders them, with the row's tools: to the end of an answer, or with answering
+    to where one begins (in a last message of the assistant's, but for anew). marked: MARK replaces {% generation %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
         known = isinstance(message, dict) and message.get("role") in ROLES
         if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
@@ -402,9 +385,8 @@ def pair_texts(rows, tokenizer, flag):
 
 
 def split_pair(chosen, rejected):
-    """(prompt, chosen, rejected) of two texts. The prompt is their common beginning, up to the last "Assistant:" or
-    "### Response:" at the start of a line, so that words which both answers share stay out. Without such a marker it
-    goes up to a whole word; a space belongs to the next one."""
+    """(prompt, chosen, rejected) of two texts. The prompt is their common beginning up to the last "Assistant:" or
+    "### Response:" at the start of a line, without such a marker up to a whole word; a space belongs to the next."""
     common = os.path.commonprefix([chosen, rejected])
     words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
     end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
@@ -462,9 +444,8 @@ def row_ends(tokenizer):
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, ids of their prompts) without rows whose prompt has more than max_length tokens. A chat becomes its text,
-    and an empty prompt the beginning token. limit: the positions of the model, or None; a prompt whose response would
-    not fit is an error. encoder: the model has one, which reads the prompt as the tokenizer ends it."""
+    """(rows, ids of their prompts) without prompts of more than max_length tokens. A chat becomes its text, an empty
+    prompt the beginning token. limit: positions of the model, or None. encoder: it reads what the tokenizer ends."""
     chat = is_chat(rows, ["prompt"])
     if chat:
         chats = [(row["prompt"], row) for row in rows]
@@ -501,9 +482,8 @@ def beginning(tokenizer, where):
 
 def encode_segments(rows, tokenizer, flag, encoder=False):
     """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-    The segments are tokenised together, except for an encoder. One begins where the tokens differ from those of what
-    precedes it, so a merge across the boundary belongs to the later segment. An empty prompt becomes the beginning
-    token. The end token is appended once; in a chat the template ends the turns."""
+    These are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty
+    prompt becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
     bos = tokenizer.bos_token_id
     if encoder:
         heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")

@@ -20,9 +20,8 @@ TIMEOUT = timedelta(hours=12)
 
 
 def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
-    """The Accelerator of a run. InputError if the launcher asks for something that no script does. mixed_precision:
-    None takes that of the launcher, else bf16 for float32 weights on a GPU that has it. fsdp: whether this script can
-    shard its model."""
+    """The Accelerator of a run. mixed_precision: None takes that of the launcher, else bf16 for float32 weights on GPUs
+    that have it. fsdp: whether this script can shard its model."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, parse_flag_from_env
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -104,9 +103,6 @@ def named_weights(model):
             yield module, name, weight
 
 
-# ---- The machine -----------------------------------------------------------------------------------------------------
-
-
 def set_threads(threads=None):
     """Sets torch's CPU threads and returns their number: the given one, else OMP_NUM_THREADS (ignored under
     `accelerate launch` and torchrun, which set it themselves), else this process's share of the CPUs."""
@@ -150,10 +146,8 @@ def keep_freed_memory():
 
 
 # Printed when memory runs out. The first three flags do not change the result.
-OUT_OF_MEMORY = (
-    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The same "
-    "command then continues from the last checkpoint. --lora-r, --mixed-precision bf16 and shorter rows need a new run"
-)
+OUT_OF_MEMORY = """out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The
+  same command then continues. --lora-r, --mixed-precision bf16 and shorter rows need a new run"""
 
 
 def peak_memory_mb(device):
@@ -161,9 +155,6 @@ def peak_memory_mb(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-# ---- Optimizer -------------------------------------------------------------------------------------------------------
 
 
 def accumulate(accelerator, model, micro_batches):
@@ -200,9 +191,6 @@ def reduce_sums(accelerator, sums):
     """{name: number}, the sums over all processes of a dict of tensors (), one for each name."""
     totals = accelerator.reduce(torch.stack([*sums.values()])).tolist()
     return dict(zip(sums, totals, strict=True))
-
-
-# ---- Between processes -----------------------------------------------------------------------------------------------
 
 
 def local_rows(accelerator, num_rows):

@@ -19,7 +19,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from types import SimpleNamespace
 
 import torch
@@ -64,8 +64,7 @@ def closes_run(main):
         depth = len(_open)  # runs of a caller, whose reward may train with another script
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
-        # warnings of parts that nothing here uses, or that are soon corrected
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
@@ -209,11 +208,10 @@ class Run:
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 
     def begin(self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **state):
-        """Loads model and optimizer from the checkpoint, if there is one. Returns the running quantities, which every
-        checkpoint keeps, as attributes: as given in state or loaded. Collective.
-        pretrained: the model of --model, whose frozen weights are left out of checkpoints. iterations: of the whole
-        run, each of `steps_per_iteration` optimizer steps. shown: the metrics of status line, picture and card, the
-        headline first. evaluates: whether there is anything to evaluate."""
+        """Loads model and optimizer from the checkpoint, if there is one. Returns the running quantities, which all
+        checkpoints keep, as attributes: as given in state or loaded. Collective. pretrained: that of --model, whose
+        frozen weights checkpoints leave out. iterations: of the whole run. shown: metrics of status line, picture and
+        card, the headline first. evaluates: whether there is anything to evaluate."""
         self.model = model
         self.optimizer = optimizer
         self.frozen = ckpt.frozen_weights(pretrained)
@@ -548,8 +546,6 @@ class Run:
         ckpt.write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))
 
 
-# ---- Picture and card ------------------------------------------------------------------------------------------------
-
 # Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
 print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
@@ -578,10 +574,7 @@ def change_of(records, samples, name):
     changes = [new - old for new, old in zip(after, before, strict=False)]
     if len(changes) < 2:
         return said
-    error = stdev(changes) / math.sqrt(len(changes))
-    if abs(fmean(changes)) <= 2 * error:
-        return f"{said} (no change: within twice its standard error, {error:.2g})"
-    return f"{said} (standard error of the change: {error:.2g})"
+    return f"{said} (standard error of the change: {stdev(changes) / math.sqrt(len(changes)):.2g})"
 
 
 def draw_curves(records, names, title, path):

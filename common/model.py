@@ -1,8 +1,7 @@
 """Loads pretrained models: weights and tokenizers, 4 bits, frozen blocks, references, adapters, classifiers.
 
-transformers finds a model's class by its configuration; no architecture has a branch here. LoRA adapters (arXiv
-2106.09685) are peft's layers without its wrapper, which renames weights and lacks methods of a transformers model.
-"""
+No architecture has a branch here. LoRA adapters (arXiv 2106.09685) are peft's layers without its wrapper, which renames
+weights and lacks methods of a transformers model."""
 
 import contextlib
 import copy
@@ -78,8 +77,6 @@ def loading(flag, name):
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")
     try:
         yield
-    except InputError:
-        raise
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {name!s:.400} cannot be loaded: {' '.join(str(error).split())}") from None
 
@@ -238,8 +235,7 @@ def max_positions(lm):
 
 class Seq2Seq:
     """Lets an encoder-decoder be called as a decoder is: input_ids are a left-padded query and a response, the last
-    logits_to_keep - 1 tokens. The encoder reads the query, moved to the left, since some encoders count padding as
-    positions. Without logits_to_keep a call is the model's own."""
+    logits_to_keep - 1 tokens. The encoder reads the query moved to the left, as some count padding as positions."""
 
     def forward(self, *inputs, **options):
         if "logits_to_keep" not in options:
@@ -527,8 +523,6 @@ def classifier_logits(model, lines):
     return logits[0].view(len(ends), -1)
 
 
-# ---- What the architecture allows ------------------------------------------------------------------------------------
-
 SECOND = torch.arange(9) >= 4  # which of nine tokens belong to the second of two rows
 
 
@@ -541,8 +535,8 @@ def has_plain_output(lm):
 
 
 def one_token(lm):
-    ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
     with autocast_on_gpu(lm):
+        ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
 
 

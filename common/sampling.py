@@ -1,8 +1,6 @@
 """The decoding loop of rollouts and evaluations, the sampled texts, and their scores.
 
-Every token is a keyed draw (`common/seeding.py`), so a response depends on the seed and on its position among the
-queries, not on other rows, batch sizes or the number of processes.
-"""
+Every token is a keyed draw, so a response depends on the seed and on its position among the queries alone."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from common.launch import NotFinite, local_rows, on_each, on_main
 from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, turn_end, unsharded
 from common.seeding import draw, rng, seed_libraries, uniforms
 from common.terminal import screen
-
-# ---- Prompts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -78,12 +74,8 @@ CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first on
 @torch.no_grad()
 def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, top_k=0, top_p=1.0):
     """Responses to contexts, both lists of ids: at most limits[i] ids, of which the last may be an end token of the
-    model or complete a string of stop.
-
-    draws: (B, R) float64 uniforms on the device, from before decoding starts, so a row's tokens do not depend on the
-    others. Rows that have ended leave the batch and the key-value cache a few at a time (`Decoder`). The model's
-    generation_config is not used. NotFinite if logits of a row that goes on are not.
-    """
+    model or complete a string of stop. draws: (B, R) float64 uniforms on the device. Rows that have ended leave the
+    batch and the key-value cache a few at a time. NotFinite if logits of a row that goes on are not."""
     device = draws.device
     ends = end_tokens(model)
     responses = [[] for _ in contexts]
@@ -227,10 +219,8 @@ def generate_all(
     """`Responses` to the queries (lists of ids) of all processes, on every process. Each samples for its share: once
     per query, or as the user's function `rollout(rows, given, sampled)` does (`call_rollout`).
 
-    stream: (name, number), for rollouts ("rollout", iteration). The n-th token that is sampled for row i, its place in
-    queries, takes the n-th uniform of (seed, name, number, i), however many are drawn at a time. limits: longest
-    response of each row. options: temperature, top_k and top_p of `sample`.
-    """
+    stream: (name, number), for rollouts ("rollout", iteration). The n-th token sampled for row i of queries takes the
+    n-th uniform of (seed, name, number, i). limits: longest response of each row. options: of `sample`."""
     from accelerate.utils import gather_object
 
     name, number = stream
@@ -242,8 +232,7 @@ def generate_all(
 
     def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
-        process; [] where a response has reached its limit. Without a rollout function it is called once: nothing is
-        done before, and there is room for the limit."""
+        process; [] where a response has reached its limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         contexts = [list(map(int, ids)) for ids in contexts]
         if not all(contexts) or len({*places}) < len(places) or min(places, default=0) < 0:
@@ -353,9 +342,8 @@ def text_arguments(tokenizer, responses, outputs):
 
 def score_outputs(accelerator, reward, tokenizer, outputs, responses):
     """(scores, columns) of all responses and their texts, on every process: a number for each, or a list with one for
-    each of its tokens; and what a reward function returned besides, {name: a number for each}. A reward function is
-    called once, with all rows. A `RewardModel` scores a share of them in each process; it sees an end token where a
-    response has ended."""
+    each of its tokens; and what a reward function returned besides, {name: a number for each}. It is called once, with
+    all rows. A `RewardModel` scores a share in each process, with an end token where a response has ended."""
     given = text_arguments(tokenizer, responses, outputs)
     if not isinstance(reward, RewardModel):
         lengths = [len(ids) for ids in responses.ids]
@@ -379,13 +367,9 @@ def summed(score):
     return sum(score) if isinstance(score, list) else score
 
 
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
-
-
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=None, rollout=None, **options):
     """({name: mean}, samples) of a metric function and a reward (None: not used) on sampled responses; a sample is one
-    dict per row. The uniforms are the same at every evaluation, so a difference between two evaluations comes from the
-    model. options: those of `generate_all`."""
+    dict per row. All evaluations take the same uniforms. options: those of `generate_all`."""
     responses = generate_all(accelerator, lm, tokenizer, queries, ("eval", 0), rows=rows, rollout=rollout, **options)
     outputs = decode(tokenizer, queries, responses.ids, options["stop"])
     values = {}

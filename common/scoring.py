@@ -1,8 +1,7 @@
 """Log-probabilities of tokens, without all logits in memory at once.
 
-All scripts score lines: one row of tokens or, packed, several, padded on the right. What is known of the N tokens that
-have a label is flat, (N,), in the order of the lines.
-"""
+A line is one row of tokens or, packed, several, padded on the right. What is known of the N tokens that have a label is
+flat, (N,), in the order of the lines."""
 
 import itertools
 from contextlib import ExitStack, contextmanager
@@ -92,10 +91,9 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         return in_chunks(terms_of, layer, vocabulary, states.flatten(0, 1)[places], labels.flatten()[places])
 
     # The logits of all tokens would not fit into memory, and only the model's own forward pass knows how its last
-    # states come about: scaled, normed, gathered from shards. So the model runs as it is, but with `output_layer` in
-    # place of its own: that applies the layer to the states of the labels, a chunk at a time, and returns
-    # log-probabilities, which the model hands on as its `logits`. This is right only where logits are the layer's
-    # product (plain_output): Cohere, Granite and Gemma 2 scale or cap it, so there the layer computes whole logits.
+    # states come about. So it runs as it is, but with `output_layer` in place of its own: that applies the layer to the
+    # states of the labels, a chunk at a time, and returns log-probabilities, which the model hands on as its `logits`.
+    # Where logits are not the layer's product (Cohere, Granite and Gemma 2 scale or cap it), it computes whole logits.
     with forward_replaced(lm.get_output_embeddings(), output_layer):
         terms = model(**inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     if not is_plain:
@@ -103,9 +101,6 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, logits, labels.flatten()[places])
     others = None if also is None else terms[1]
     return terms[0], read[0], others
-
-
-# ---- Lines of a process ----------------------------------------------------------------------------------------------
 
 
 def split_lines(accelerator, examples, batch_size, packing=False):
@@ -170,9 +165,6 @@ def score_pairs(accelerator, score, pairs, batch_size):
             scores[places] = score([local[place] for place in places]).T.double()
         screen.advance(len(places))
     return accelerator.gather(scores)[: len(pairs)].T
-
-
-# ---- The output layer ------------------------------------------------------------------------------------------------
 
 
 def in_chunks(function, layer, vocabulary, states, *columns):

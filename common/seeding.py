@@ -1,7 +1,6 @@
 """Keyed randomness: a draw is a function of (seed, stream, ids), never of how many draws came before.
 
-So a checkpoint needs no generator state, and resuming, the number of processes and micro-batches change no draw.
-"""
+So a checkpoint needs no generator state, and resuming, the number of processes and micro-batches change no draw."""
 
 import hashlib
 import json

@@ -15,8 +15,7 @@ WIDEST = 4000  # characters of a line of a table in markdown, so that rows are l
 
 
 class Screen:
-    """The progress line: how far the run is, what it does now, and how far that is. Only if output and errors go to a
-    terminal, since `| tee log` would print into the line, and only in the first process of a machine."""
+    """The progress line. Only if output and errors go to a terminal, and only in the first process of a machine."""
 
     def __init__(self):
         self.progress = None
@@ -73,8 +72,7 @@ def visible(text):
 
 
 def cell_text(value):
-    """A cell of a table: numbers with three digits, texts as one line. Long ones lose their middle, since the question
-    of a chat is at the end of its prompt."""
+    """A cell of a table. Long texts lose their middle, since the question of a chat is at the end of its prompt."""
     if isinstance(value, float):
         return f"{value:.3g}"
     text = "not finite" if value is None else visible(str(value))

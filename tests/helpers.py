@@ -181,6 +181,7 @@ def widen(tensor, left, right, fill=None):
 def pad_more(setattr=setattr):
     """Whatever is padded gets two columns more: what `collate` returns on the right and contexts on the left, of random
     tokens that do not count, and the mask of `Episodes`. Returns the names of what was called, which grow."""
+    from algos import grpo, ppo
     from common import model, sampling, scoring
 
     reached = set()
@@ -190,12 +191,9 @@ def pad_more(setattr=setattr):
         reached.add("pad_rows")
         return widen(pad_rows(rows, fill, **options), 2, 0, 0 if fill == 0 else None)
 
-    def wide_mask(rows, fill, *more, **options):
-        padded = pad_rows(rows, fill, *more, **options)
-        if fill is not False:  # rows of an encoder-decoder
-            return padded
+    def wide_mask(rows, fill, **options):
         reached.add("mask")
-        return widen(padded, 0, 2, False)
+        return widen(pad_rows(rows, fill, **options), 0, 2, fill)
 
     def wide_collate(lines, pad, no_label=-100):
         reached.add("collate")
@@ -204,7 +202,8 @@ def pad_more(setattr=setattr):
         return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
 
     setattr(sampling, "pad_rows", wide_contexts)
-    setattr(scoring, "pad_rows", wide_mask)
+    for script in ppo, grpo:
+        setattr(script, "pad_rows", wide_mask)
     for module in scoring, model:
         setattr(module, "collate", wide_collate)
     return reached

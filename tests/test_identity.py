@@ -155,7 +155,7 @@ def adding(bonus):
 def test_what_is_neither_plain_nor_rows_nor_a_named_function_needs_a_directory(build_model):
     rows = ({"prompt": letter} for letter in "ab")
     flags = {"model": build_model(), "tokenizer": randomwalks.tokenizer(), "dataset": rows, "reward": Judge()}
-    flagged = "--dataset, --model, --tokenizer, --reward"
+    flagged = "--tokenizer, --dataset, --model, --reward"
     sentence = f"^{flagged}: such an object cannot be compared between runs: also give --run-dir$"
     with pytest.raises(InputError, match=sentence):
         identity(ppo.Args(**flags), ppo.__file__)

@@ -397,12 +397,6 @@ def spec_path(spec):
     return next(found, path if match else None)
 
 
-def is_missing(name):
-    """Whether a name is that of a path, and nothing is there; the libraries would take it for one of the hub."""
-    is_path = isinstance(name, str) and (name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1)
-    return is_path and not spec_path(name)
-
-
 def read_options(words, where):
     """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
     stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])

@@ -19,7 +19,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import torch
@@ -574,7 +574,10 @@ def change_of(records, samples, name):
     changes = [new - old for new, old in zip(after, before, strict=False)]
     if len(changes) < 2:
         return said
-    return f"{said} (standard error of the change: {stdev(changes) / math.sqrt(len(changes)):.2g})"
+    error = stdev(changes) / math.sqrt(len(changes))
+    if abs(fmean(changes)) <= 2 * error:
+        return f"{said} (no change: within twice its standard error, {error:.2g})"
+    return f"{said} (standard error of the change: {error:.2g})"
 
 
 def draw_curves(records, names, title, path):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.cli import InputError, is_missing, read_options, spec_path
+from common.cli import InputError, read_options, spec_path
 from common.data import collate, longest_first
 from common.scoring import forward_replaced, in_float32
 from common.seeding import rng
@@ -71,7 +71,8 @@ def loading(flag, name):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if isinstance(name, str):
-        if is_missing(name):
+        is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+        if is_path and not spec_path(name):  # the libraries would take it for a name of the hub
             raise InputError(f"{flag} {name}: there is no such directory")
         if Path(name, "hf_model").is_dir():
             raise InputError(f"{flag} {name} is a run directory: give {name}/hf_model")

@@ -6,10 +6,10 @@ from benchmarks import size
 
 # Lines at most. These numbers only fall: who needs more lines somewhere takes as many away there in the same commit.
 LIMITS = {
-    "common/": 3950,
-    "common/, code": 2900,
+    "common/": 3948,
+    "common/, code": 2892,
     "algos/": 4100,
-    "ppo.py in one file": 4400,
+    "ppo.py in one file": 4325,
     "tests/": 15500,
     "benchmarks/, with .sh": 6800,
 }

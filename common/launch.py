@@ -146,8 +146,10 @@ def keep_freed_memory():
 
 
 # Printed when memory runs out. The first three flags do not change the result.
-OUT_OF_MEMORY = """out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The
-  same command then continues. --lora-r, --mixed-precision bf16 and shorter rows need a new run"""
+OUT_OF_MEMORY = (
+    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The same "
+    "command then continues from the last checkpoint. --lora-r, --mixed-precision bf16 and shorter rows need a new run"
+)
 
 
 def peak_memory_mb(device):

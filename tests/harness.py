@@ -265,6 +265,12 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
 ALGOS = list(SETTINGS)
 
 
+def by_default(*named):
+    """Every script; the default run takes the named."""
+    others = [pytest.param(algo, marks=pytest.mark.slow) for algo in ALGOS if algo not in named]
+    return pytest.mark.parametrize("algo", [*named, *others])
+
+
 def flags(work, algo):
     text = f"--model {'pipeline' if algo == 'ddpo' else 'model'} {SETTINGS[algo]}"
     text += " --lr-schedule cosine --warmup-steps 3 --weight-decay 0.1 --threads 1"

@@ -14,6 +14,7 @@ from benchmarks.tables import by_step
 
 BOS, EOS, PAD, UNK = 21, 22, 23, 24  # of the tokenizer `letters`; a..u are 0..20
 NAN = math.nan
+INF = math.inf
 
 # A turn is a letter of its role (t, u, s), the content and the end token, after one beginning token.
 TEMPLATE = (

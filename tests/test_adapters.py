@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -12,7 +11,8 @@ import torch
 import transformers
 from helpers import close, equal, log, recorded, rolled, same_run
 from test_invariants import weights
-from test_models import IDS, more_vowels
+from test_models import IDS, PROMPTS, more_vowels
+from test_reward import ppo_scores
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
@@ -20,9 +20,8 @@ from benchmarks.tasks import randomwalks
 from common import model
 from common.checkpoint import files_of_flag
 from common.cli import InputError
-from common.model import RewardModel, for_sampling, load_model, train_adapters
+from common.model import for_sampling, load_model, train_adapters
 
-PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
 DATA = {
     ppo: [{"prompt": p} for p in PROMPTS],
@@ -369,14 +368,6 @@ def test_micro_batches_and_recomputed_activations_change_nothing(gpt2_dir, tmp_p
 
 TEXTS = ["ba", "cdeedca", "fgu", "m", "hijklu"]
 ENDED = [True, True, False, True, True]
-NO_POLICY = SimpleNamespace(device="cpu", named_parameters=dict().items)
-
-
-def scores(directory, lm):
-    args = SimpleNamespace(reward=str(directory), trust_remote_code=False, dtype="float32", load_in_4bit=False)
-    args.micro_batch_size = 2
-    model = RewardModel(args, lm)
-    return model, model(TEXTS, ENDED)
 
 
 @pytest.fixture
@@ -403,7 +394,7 @@ def test_the_score_head_is_trained_and_saved(gpt2_dir, lora, judge):
 
 def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_dir):
     """By hand from plain transformers."""
-    _, alone = scores(judge, NO_POLICY)
+    alone = ppo_scores(judge, TEXTS, ENDED)
     plain = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(judge)
     for text, end, score in zip(TEXTS, ENDED, alone, strict=True):
@@ -412,7 +403,7 @@ def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_di
             ids.append(tokenizer.eos_token_id)
         with torch.no_grad():
             by_hand = plain(input_ids=torch.tensor([ids])).logits.item()
-        assert score.item() == pytest.approx(by_hand, abs=1e-4)
+        assert score == pytest.approx(by_hand, abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,6 @@ def redness(images, prompts, target, **columns):
     return [-abs(4 * image[0].mean().item() - t) for image, t in zip(images, target, strict=True)]
 
 
-def greenness(images, **columns):
-    return [image[1].mean().item() for image in images]
-
-
 def run_ddpo(model, run_dir, rows=ROWS, **flags):
     """Two epochs of 8 images of 3 steps, two optimizer steps in each, unless flags say otherwise."""
     settings = {"num_epochs": 2, "rollout_batch_size": 8, "batch_size": 4, "num_inference_steps": 3, "reward": redness}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import ROOT, at, command
+from harness import ROOT, at, by_default, command
 from helpers import log
 
 START = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nimport device\ndevice.start("
@@ -71,14 +71,11 @@ BUDGETS = {
     "ilql": (4, 1, 7),
     "ddpo": (2, 0, 1),
 }
-QUICK = "ppo", "grpo", "sft"
 # GPT-2 also looks whether a row has padding, which newer models do not
 UNASKED = "import transformers\ntransformers.PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_: None"
 
 
-@pytest.mark.parametrize(
-    "algo", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in BUDGETS if x not in QUICK)]
-)
+@by_default("ppo", "grpo", "sft")
 def test_waits_and_copies_of_a_micro_batch(algo, scripts, work, tmp_path):
     if algo in ("ppo", "grpo"):
         flags = "--total-episodes 8"

@@ -10,13 +10,11 @@ import dataclasses
 import graphlib
 import importlib
 import re
-from pathlib import Path
 
 import pytest
+from harness import ALGOS, ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
-NAMES = "ppo grpo ilql sft reward dpo ddpo".split()
-SCRIPTS = [ROOT / f"algos/{name}.py" for name in NAMES]
+SCRIPTS = [ROOT / f"algos/{name}.py" for name in ALGOS]
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}

@@ -19,11 +19,7 @@ MISTAKES = {  # edit: what is right, what is wrong, the checks that find it
         "entropies.mean()",
         {"test_micro_batches_change_nothing", "test_two_processes_change_nothing"},
     ),
-    "kto": (
-        "state.kl - rejected",
-        "rejected - state.kl",
-        {"test_it_learns_its_embedded_task_a_little"},
-    ),
+    "kto": ("state.kl - rejected", "rejected - state.kl", {"test_it_learns_its_embedded_task_a_little"}),
     "two_rewards": (
         "batch.scores, state.moments = combine(batch.scores, brevity, state.moments)",
         "batch.scores, data.moments = combine(batch.scores, brevity, getattr(data, 'moments', [0, 0.0, 0.0]))",

@@ -20,7 +20,7 @@ from pathlib import Path
 from signal import SIGSTOP
 
 import pytest
-from harness import ALGOS, ROOT, SETTINGS, at, command, files, launch, lines, same
+from harness import ALGOS, ROOT, SETTINGS, at, by_default, command, files, launch, lines, same
 from helpers import log
 
 from benchmarks.tables import by_step
@@ -38,12 +38,6 @@ def table(rows, algos=ALGOS):
             marks.append(pytest.mark.slow)
         parameters.append(pytest.param(algo, *values, marks=marks, id=f"{algo}-{name}"))
     return parameters
-
-
-def by_default(one):
-    """Every script; the default run takes one."""
-    others = [pytest.param(algo, marks=pytest.mark.slow) for algo in ALGOS if algo != one]
-    return pytest.mark.parametrize("algo", [one, *others])
 
 
 every_script = by_default("ppo")

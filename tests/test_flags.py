@@ -14,13 +14,12 @@ from itertools import product
 import numpy as np
 import pytest
 import yaml
+from helpers import INF, NAN
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.cli import ROOT, InputError, cli, from_task, parse
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
-NAN = float("nan")
-INF = float("inf")
 each_script = pytest.mark.parametrize("algo", SCRIPTS)
 
 
@@ -192,18 +191,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ddpo", {"rollout_batch_size": 80}, f"{EIGHTY} must be a multiple of --batch-size 64"),
     ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
     ("ppo", {"batch_size": 1024}, f"{USUAL} must be a multiple of --batch-size 1024"),
-    (
-        "grpo",
-        {"batch_size": 512, "rollout_batch_size": 64},
-        "--rollout-batch-size 64 must be a multiple of --batch-size 512",
-    ),
-    (
-        "ddpo",
-        {"batch_size": 64, "rollout_batch_size": 32},
-        "--rollout-batch-size 32 must be a multiple of --batch-size 64",
-    ),
     ("ppo", {"rollout_batch_size": 512, "total_episodes": 64}, f"--total-episodes 64 must be at least {USUAL}"),
-    ("ppo", {"rollout_batch_size": 1000}, "--rollout-batch-size 1000 must be a multiple of --batch-size 512"),
     ("ppo", {"total_episodes": 79, "rollout_batch_size": 80}, f"--total-episodes 79 must be at least {EIGHTY}"),
     ("grpo", {"total_episodes": 100}, "--rollout-batch-size 100 must be a multiple of --group-size 8"),
     ("grpo", {"group_size": 6}, f"{USUAL} must be a multiple of --group-size 6"),
@@ -213,7 +201,6 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ppo", {"ratio_threshold": 1.0}, "--ratio-threshold 1.0 must be 0 or more than 1"),
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
-    ("grpo", {"group_size": 3, "rollout_batch_size": 8}, "--rollout-batch-size 8 must be a multiple of --group-size 3"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
     ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
     ("ilql", {"tau": 1.0}, f"--tau 1.0 {TAU}"),
@@ -364,9 +351,8 @@ def test_bad_files_of_flags(here):
         here(text)
         with pytest.raises(InputError, match=f"^{sentence}"):
             parse(["--config", "a.yaml"], sft.Args)
-    with pytest.raises(
-        InputError, match="^--config none.yaml cannot be read: .*No such file or directory: 'none.yaml'"
-    ):
+    missing = "^--config none.yaml cannot be read: .*No such file or directory: 'none.yaml'"
+    with pytest.raises(InputError, match=missing):
         parse(["--config", "none.yaml"], sft.Args)
 
 
@@ -375,7 +361,6 @@ TWICE = [  # a command line, what is said of it
     ("--stop a --lr 1 --stop b", "--stop is given twice: give it once"),
     ("--batch-size 4 --batch_size 4", "--batch-size is given twice: give it once"),
     ("--unbiased-kl --no-unbiased-kl", "--unbiased-kl is given twice: give it once"),
-    ("--reward a.py:f --reward a.py:g", "--reward is given twice: give it once"),
 ]
 
 
@@ -424,14 +409,8 @@ def test_values_in_yaml(here):
     here(named + "lr: 1e-3\nstop: [a b, 'null', off]\nadam-betas: [0.9, 0.95]\nrun_dir: 1e-3\nbatch_size: 8")
     here("batch_size: 16\nlora_targets:\n- c_attn\n- c_fc\nlora_r: 2\n", "b.yaml")
     args = parse(["--config=a.yaml", "--config", "b.yaml", "--seed", "-1"], sft.Args)
-    expected = {
-        "lr": 1e-3,
-        "metric": None,
-        "stop": ("a b", "null", "off"),
-        "adam_betas": (0.9, 0.95),
-        "run_dir": "1e-3",
-    }
-    expected |= {"batch_size": 16, "lora_targets": ("c_attn", "c_fc"), "lora_r": 2, "seed": -1}
+    expected = {"lr": 1e-3, "metric": None, "stop": ("a b", "null", "off"), "adam_betas": (0.9, 0.95)}
+    expected |= {"run_dir": "1e-3", "batch_size": 16, "lora_targets": ("c_attn", "c_fc"), "lora_r": 2, "seed": -1}
     expected |= {"mixed_precision": "no", "track": "off", "deterministic": False}
     expected |= {"packing": False, "check": True, "load_in_4bit": True}
     assert {name: getattr(args, name) for name in expected} == expected
@@ -502,6 +481,5 @@ def test_help_and_mistyped_flags_wait_for_torch_alone(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with_help = ["my_sft", *(algo for algo in SCRIPTS if algo != "dpo")]
     assert re.findall(r"^usage: (\w+)\.py ", done.stdout, re.M) == with_help
-    assert (
-        "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n") and "Unrecognized options: --lrr" in done.stderr
-    )
+    assert "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n")
+    assert "Unrecognized options: --lrr" in done.stderr

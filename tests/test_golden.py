@@ -5,15 +5,14 @@ A change that moves them changes curves: run the claims again (CONTRIBUTING.md),
 `python tests/test_golden.py`.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from harness import ROOT, lines
 
-ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests/golden"
 SETTINGS = {
     "ppo": "--total-episodes 320 --rollout-batch-size 64 --batch-size 64 --ppo-epochs 4",
@@ -31,16 +30,12 @@ def command(algo, folder):
     return [f"{ROOT}/algos/{algo}.py", *SETTINGS[algo].split(), *flags.split(), str(folder)]
 
 
-def trace(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
-
-
 @pytest.mark.parametrize("algo", SETTINGS)
 def test_the_first_steps_are_the_stored_ones(algo, scripts, tmp_path):
     """To 1e-6: float64 rounds by the order of additions, which depends on the CPU, and 20 steps enlarge that."""
     scripts.run(command(algo, tmp_path / "run"), tmp_path)
-    found = trace(tmp_path / "run")
-    golden = [json.loads(line) for line in (GOLDEN / f"{algo}.jsonl").open()]
+    found = lines(tmp_path / "run/metrics.jsonl")
+    golden = lines(GOLDEN / f"{algo}.jsonl")
     assert [line["step"] for line in found] == [line["step"] for line in golden]
     if algo == "dpo":  # policy and reference are the same, so rounding decides
         found[0]["rewards/accuracies"] = golden[0]["rewards/accuracies"]
@@ -54,5 +49,5 @@ if __name__ == "__main__":
     for algo in sys.argv[1:] or SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, *command(algo, Path(folder) / "run")], check=True)
-            lines = (Path(folder) / "run/metrics.jsonl").read_text()
-        (GOLDEN / f"{algo}.jsonl").write_text(lines)
+            text = (Path(folder) / "run/metrics.jsonl").read_text()
+        (GOLDEN / f"{algo}.jsonl").write_text(text)

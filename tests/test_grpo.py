@@ -79,8 +79,6 @@ def test_maxrl_is_the_gradient_of_the_log_of_the_mean_score():
     advantages = grpo.group_advantages(scores, 5, "maxrl")
     close(advantages / 5, logprobs.grad - 1 / 5)
     assert not grpo.group_advantages(torch.zeros(5), 5, "maxrl").any()
-    with pytest.raises(InputError, match="none may be below 0"):
-        grpo.group_advantages(scores - 0.5, 5, "maxrl")
 
 
 @pytest.mark.parametrize("kind", ["std", "batch", "mean", "loo"])

@@ -249,9 +249,8 @@ def test_what_is_neither_cached_nor_reachable(run, work):
     results = run(*(f"{command} --run-dir missing" for command in missing), code=2)
     for said, err in zip(missing.values(), results, strict=True):
         *notes, sentence = err.splitlines()
-        assert re.match(f"error: {said}", sentence) and " cannot be loaded: " in sentence and "Traceback" not in err, (
-            err
-        )
+        assert re.match(f"error: {said}", sentence) and " cannot be loaded: " in sentence, err
+        assert "Traceback" not in err
         assert not notes or "heldout" in said
     assert not (work / "missing").exists()
 

@@ -220,12 +220,12 @@ CHANGES = {  # what changes: how, and the flag that is named
 }
 
 
-def stopping(outputs, **columns):
-    """A metric that fails at its second call, behind the second step."""
-    stopping.calls += 1
-    if stopping.calls == 2:
+def drawing(outputs, **columns):
+    """A metric that draws, and fails once."""
+    drawing.calls += 1
+    if drawing.calls == drawing.failing:
         raise ZeroDivisionError
-    return {"n": [len(output) for output in outputs]}
+    return {"n": np.random.random(len(outputs)).tolist()}
 
 
 @pytest.mark.case(102, "sft")
@@ -239,9 +239,10 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
         chats = [{"prompt": [user(text)], "completion": [answer("f")]} for text in inputs["rows"]]
         prompts = [{"prompt": inputs["prompt"], "answer": inputs["answer"]}]
         flags |= {"tokenizer": letters, "dataset": lambda: chats, "eval_dataset": None, "eval_prompts": lambda: prompts}
-        return run(sft, gpt2_dir, tmp_path / "run", max_new_tokens=3, metric=stopping, **flags)
+        return run(sft, gpt2_dir, tmp_path / "run", max_new_tokens=3, metric=drawing, **flags)
 
-    stopping.calls = 0
+    drawing.calls = 0
+    drawing.failing = 2  # behind the second step
     with pytest.raises(ZeroDivisionError):
         go_on()
     before = files(tmp_path / "run")
@@ -254,7 +255,7 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
         assert files(tmp_path / "run") == before
     resume = {"resume": str(tmp_path / "run")} if flag else {}
     if flag:  # it goes on with the new ones, and then with no others
-        stopping.calls = 0
+        drawing.calls = 0
         with pytest.raises(ZeroDivisionError):
             go_on(**resume)
         new = dict(inputs)
@@ -264,14 +265,6 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
         inputs |= new
     go_on(**resume)
     assert log(tmp_path / "run")[-1]["step"] == 4
-
-
-def drawing(outputs, **columns):
-    """A metric that draws, and fails once."""
-    drawing.calls += 1
-    if drawing.calls == drawing.failing:
-        raise ZeroDivisionError
-    return {"n": np.random.random(len(outputs)).tolist()}
 
 
 @pytest.mark.case(101, "sft")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import NAN, PAD, close, equal, random, recorded, tensor
+from helpers import INF, NAN, PAD, close, equal, random, recorded, tensor
 from torch import nn
 
 from algos import ilql
@@ -20,7 +20,6 @@ from benchmarks.tasks import randomwalks
 from common import scoring
 from common.cli import InputError
 
-INF = math.inf
 V = 11  # of the pure functions; that of the models is 25
 SETTINGS = {"gamma": 0.9, "tau": 0.8, "cql_scale": 0.3, "awac_scale": 0.7, "awac_beta": 0.6, "awac_clip": 0.8}
 ARGS = SimpleNamespace(**SETTINGS)

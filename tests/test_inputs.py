@@ -25,15 +25,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import ROOT, once
+from harness import ROOT, by_default, once
 from harness import files as written
-from helpers import EOS, NAN, TEMPLATE, answer, jsonl, log, turn, user
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from helpers import EOS, INF, NAN, TEMPLATE, answer, jsonl, log, turn, user
+from transformers import AutoTokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from benchmarks.tasks import shapes
+from benchmarks.tasks import arithmetic, shapes
 from common.cli import InputError, Stopped, call_function, call_metric, call_reward, cli, load_function
 from common.data import encode_prompts, load_rows, pair_texts, row_segments
 
@@ -42,8 +40,6 @@ EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward d
 SCORED, MEASURED, REFERRED = "ppo grpo ddpo", "sft ppo grpo dpo ilql ddpo", "ppo grpo dpo"
 SAMPLED, ROLLED, READ, PROMPTED = "sft ppo grpo dpo ilql", "ppo grpo", "sft reward dpo ilql", "sft dpo ilql"
 LOADERS = f"{TEXT.replace(' ', ',')} ddpo"  # one function loads the models of the others
-INF = float("inf")
-
 
 COMMON = """--model model --dataset rows.jsonl --batch-size 4 --save-every 0 --eval-every 0 --threads 1 --run-dir run
 --warmup-steps 0"""
@@ -178,12 +174,12 @@ def foreign_code(path):
 
 def other(kind):
     def edit(path):
-        sizes = {"n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 32, "pad_token_id": 0}
-        config = transformers.GPT2Config(vocab_size=13, num_labels=1, **sizes)
+        tokenizer = arithmetic.tokenizer()
+        sizes = {"n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 32, "vocab_size": len(tokenizer)}
+        config = transformers.GPT2Config(**sizes, num_labels=1, pad_token_id=tokenizer.pad_token_id)
         getattr(transformers, kind)(config).save_pretrained(path)
         without("*token*")(path)
-        small = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
-        PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<eos>").save_pretrained(path)
+        tokenizer.save_pretrained(path)
 
     return edit
 
@@ -472,7 +468,7 @@ def test_names_of_functions_that_are_refused(here):
     theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
     with refused(f"r.py:f: {theirs} rows' columns: answer"):
         call_function(lambda completions, **kwargs: 0, "r.py:f", [{"prompt": "b", "answer": 1}], {"outputs": ["c"]})
-    for function, column in ((len, "outputs"), (functools.partial(len, k=1), "k")):
+    for function, column in ((len, "outputs"), (load_function("user.py:reward:k=1", "--reward"), "k")):
         with refused(f"rename the rows' column '{column}': r.py:f gets something else under this name"):
             call_function(function, "r.py:f", [{"prompt": "b", column: 1}], {"outputs": ["c"]})
 
@@ -787,9 +783,7 @@ def test_a_coefficient_that_overflows_stops_the_run(command):
 @pytest.mark.case(69)
 @pytest.mark.case(70)
 @pytest.mark.case(71)
-@pytest.mark.parametrize(
-    "algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in EVERY.split() if x != "ppo")]
-)
+@by_default("ppo")
 def test_another_place_and_a_pipe_into_head(algo, models, here):
     """A copy of the script under another name, from / and without HOME; the cache of the hub can be neither read nor
     made, the terminal is dumb, and nobody reads more than a line of the output, of which the table of samples fails

@@ -20,9 +20,7 @@ from common.cli import InputError
 from common.launch import on_each, on_main, set_threads
 from common.logging import closes_run
 
-PLAIN = SimpleNamespace(
-    no_sync=lambda model: nullcontext(), distributed_type="NO", device=torch.device("cpu"), num_processes=1
-)
+PLAIN = SimpleNamespace(no_sync=nullcontext, distributed_type="NO", device=torch.device("cpu"), num_processes=1)
 
 
 @pytest.fixture(autouse=True)

@@ -175,9 +175,10 @@ def test_end_tokens(build_model, letters, tmp_path, own, union):
 
 
 def test_a_text_that_has_an_end_gets_no_second_one(letters):
-    """Nothing behind an end token is ever sampled; ilql's return lies on it."""
+    """Nothing behind an end token is ever sampled; ilql's return lies on it. One of the model's ends is no token here,
+    as GPT-2's 50256 beside a tokenizer of one's own."""
     tokenizer = copy.copy(letters)
-    tokenizer.ends = [5, 7, EOS]
+    tokenizer.ends = [50256, 5, 7, EOS]
     rows = [{"prompt": "ab", "completion": text, "reward": 1.0} for text in ("cdf", "cdh", "cd", "fcd")]
     encoded = [ids for ids, _ in sft.encode_segments(rows, tokenizer, "--dataset")]
     assert encoded == [[0, 1, 2, 3, 5], [0, 1, 2, 3, 7], [0, 1, 2, 3, EOS], [0, 1, 5, 2, 3, EOS]]

@@ -12,6 +12,8 @@ import torch
 import transformers
 from helpers import EOS, log, rolled, trained_ids
 from test_invariants import run_ppo, weights
+from test_models import more_vowels
+from test_reward import reward_args
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -262,9 +264,8 @@ def by_hand(folder, text, ended):
 @pytest.mark.parametrize(("family", "pad"), [("GPT2", "<eos>"), ("Llama", "<pad>"), ("Bert", "<pad>")])
 def test_a_reward_model_scores_rows_as_alone(tmp_path, family, pad):
     save_classifier(tmp_path, family, pad)
-    flags = {"trust_remote_code": False, "dtype": "float64", "load_in_4bit": False, "micro_batch_size": 3}
-    args = SimpleNamespace(reward=f"{tmp_path}:good", **flags)
-    reward = RewardModel(args, SimpleNamespace(device="cpu", named_parameters={}.items))
+    lm = SimpleNamespace(device="cpu", named_parameters={}.items)
+    reward = RewardModel(reward_args(f"{tmp_path}:good"), lm)
     count = 6 if family == "Bert" else 7  # without an end, an empty text has no token
     texts = TEXTS[:count]
     ended = ENDED[:count]
@@ -287,17 +288,12 @@ def test_a_score_that_is_not_finite_names_the_row(gpt2_dir, tmp_path):
         run_ppo(gpt2_dir, tmp_path / "run", reward=f"{judge}:good", dtype="float32")
 
 
-def lengths(outputs, **columns):
-    return [float(len(output)) for output in outputs]
-
-
 @pytest.mark.case(15, "ppo")
 def test_a_run_that_goes_on_with_another_coefficient(gpt2_dir, tmp_path):
     flags = {"kl_target": None, "score_scaling": "running"}
     run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, total_episodes=10, **flags)
-    _, run_dir = run_ppo(
-        gpt2_dir, tmp_path / "two", kl_coef=0.7, resume=str(tmp_path / "one"), total_episodes=30, **flags
-    )
+    flags |= {"resume": str(tmp_path / "one"), "total_episodes": 30}
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "two", kl_coef=0.7, **flags)
     assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
     state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
     assert state["moments"][0] == 30
@@ -306,6 +302,6 @@ def test_a_run_that_goes_on_with_another_coefficient(gpt2_dir, tmp_path):
 def test_an_adapted_coefficient_is_kept_for_another_reward(gpt2_dir, tmp_path):
     run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, kl_target=1e-9, kl_horizon=99, total_episodes=10)
     again = {"resume": str(tmp_path / "one"), "total_episodes": 20, "kl_target": 1e-9, "kl_horizon": 99}
-    _, run_dir = run_ppo(gpt2_dir, tmp_path / "other", kl_coef=0.1, reward=lengths, **again)
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "other", kl_coef=0.1, reward=more_vowels, **again)
     # the first KL was 0: an error of -1, clipped to -0.2
     assert log(run_dir)[-1]["objective/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 10 / 99))

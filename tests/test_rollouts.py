@@ -122,9 +122,8 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     ((_, batch),) = calls
     assert sum(WRITTEN[0] in ids for ids in seen) > 6
     seen = seen[len(PROMPTS) : len(PROMPTS) + 12]  # between two evaluations
-    for ids, kept, query, (line, labels, _) in zip(
-        seen, trained_ids(batch), batch.queries, batch.examples, strict=True
-    ):
+    rows = zip(seen, trained_ids(batch), batch.queries, batch.examples, strict=True)
+    for ids, kept, query, (line, labels, _) in rows:
         response = [*line[len(query) :]]
         mask = [label != -100 for label in labels[len(query) :]]
         assert response == ids[: len(response)] and mask[-1]

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
-from common.cli import InputError, accepted, load_function
+from common.cli import InputError, load_function
 from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts, read_rows
 from common.model import classifier_ids
 from common.sampling import Prompts
@@ -669,12 +669,6 @@ def test_what_a_template_leaves_out_is_said_in_one_line(template, messages, tool
     assert capsys.readouterr().out.splitlines() == told
 
 
-def test_a_model_with_an_end_that_is_no_token(letters):
-    """As GPT-2's 50256 beside a tokenizer of one's own."""
-    letters.ends = [50256, EOS]
-    assert with_labels([{"prompt": "a", "completion": "b"}], letters)[0] == ["[a]b."]
-
-
 def test_options_of_the_template_in_a_row():
     """A column that TRL has, too; it comes before --template-options, which load_pretrained gives the tokenizer."""
     tokenizer = build_tokenizer("{{ mood }}" + SMOL)
@@ -890,14 +884,6 @@ def test_functions_from_python_and_of_files_of_one_name(tmp_path):
         (tmp_path / folder / "task.py").write_text(f"def name():\n    return {folder!r}\n")
         functions.append(load_function(f"{tmp_path}/{folder}/task.py:name", "--reward"))
     assert [pickle.loads(pickle.dumps(function))() for function in functions] == ["one", "two"]
-
-
-def test_an_option_is_not_replaced_by_a_column(tmp_path):
-    (tmp_path / "task.py").write_text("def score(outputs, weight, **columns):\n    return outputs\n")
-    function = load_function(f"{tmp_path}/task.py:score:weight=0.5", "--reward")
-    accepted(function, "--reward", {"prompt": "a", "length": 3}, ("outputs",))
-    with refused("rename the rows' column 'weight': --reward gets something else under this name$"):
-        accepted(function, "--reward", {"prompt": "a", "weight": 3}, ("outputs",))
 
 
 def test_prompts_of_lines():

@@ -119,12 +119,17 @@ def write_checkpoint(run_dir, files, state, keep):
         for name, tensors in files.items():
             safetensors.torch.save_file(tensors, temporary / name)
         (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    newest_first = sorted(folder.glob("step_????????"), reverse=True)
-    own = [path for path in newest_first if read_checkpoint(path)["run"] == state["run"]]
+    own = [path for path in checkpoints_of(run_dir) if read_checkpoint(path)["run"] == state["run"]]
     kept = [*own[:keep], folder / f"step_{state['best_step'] or 0:08d}"]
-    for path in [*newest_first, *folder.glob(".tmp-step_*")]:  # which a killed run has left half-written
+    for path in folder.glob("*step_????????"):  # also what a killed run has left half-written or half-removed
         if path not in kept:
+            (path / "state.json").unlink(missing_ok=True)  # first: it makes a checkpoint
             shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoints_of(run_dir):
+    """The checkpoints in a run directory, the newest first."""
+    return [file.parent for file in sorted(Path(run_dir).glob("checkpoints/step_????????/state.json"), reverse=True)]
 
 
 def read_checkpoint(path):

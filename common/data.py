@@ -530,9 +530,6 @@ def untrained_end(tokenizer, ends, trained):
     return [f"warning: no row trains the end token {named}, so responses will not end"]
 
 
-# ---- Tokens -> lines and tensors -------------------------------------------------------------------------------------
-
-
 def longest_first(lengths, batch_size):
     """Places in lengths, in lists of at most batch_size. Rows of similar length have little padding, and with the
     longest first a lack of memory shows at once."""

@@ -126,7 +126,7 @@ class Run:
         given = None
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
-            given = max(named.glob("checkpoints/step_????????"), default=named)
+            given = next(iter(ckpt.checkpoints_of(named)), named)
         if self.args.check:
             return None, given, self._state_of(given), False, False
         folder = self.dir = self._locked_folder()
@@ -141,7 +141,7 @@ class Run:
             self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
             self.say("to repeat the run, give --resume never")
             return folder, None, {}, True, True
-        for path in sorted(folder.glob("checkpoints/step_????????"), reverse=True):
+        for path in ckpt.checkpoints_of(folder):
             state = ckpt.read_checkpoint(path)
             # others are of the run that this one continues, until its first checkpoint replaces them
             if state["run"]["hash"] == self.identity["hash"]:

@@ -278,9 +278,6 @@ def as_decoder(lm):
     return lm
 
 
-# ---- What is trained -------------------------------------------------------------------------------------------------
-
-
 def blocks(lm):
     """The decoder's transformer blocks: the longest ModuleList that is not inside another one (as experts are)."""
     if lm.config.is_encoder_decoder:

@@ -158,7 +158,7 @@ class Run:
         """The state of the checkpoint that --resume names, else {}."""
         if given is None:
             return {}
-        if not given.exists():
+        if not (given / "state.json").exists():
             raise InputError(f"--resume {given}: there is no such run or checkpoint")
         state = ckpt.read_checkpoint(given)
         if state["run"]["algo"] != self.identity["algo"]:

@@ -278,12 +278,12 @@ def test_a_resume_that_forgets_something_is_noticed(algo, patch, ended, run, who
 
 
 def tear(checkpoint):
-    """What a killed process leaves: last lines without an end, and half of a checkpoint and of an export."""
+    """What a killed process leaves: last lines without an end, half of an export, half-written and removed states."""
     folder = checkpoint.parents[1]
     for name in "metrics.jsonl", "perf.jsonl", "samples.jsonl":
         with open(folder / name, "a") as file:
             file.write('{"step": 20, "objective/kl": 0.12')
-    for name in "checkpoints/.tmp-step_00000020", ".tmp-hf_model":
+    for name in "checkpoints/.tmp-step_00000020", "checkpoints/step_00000019", ".tmp-hf_model":
         (folder / name).mkdir()
         (folder / name / "model.safetensors").write_bytes(b"half")
 

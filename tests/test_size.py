@@ -9,7 +9,7 @@ LIMITS = {
     "common/": 3949,
     "common/, code": 2896,
     "algos/": 4100,
-    "ppo.py in one file": 4327,
+    "ppo.py in one file": 4332,
     "tests/": 15490,
     "benchmarks/, with .sh": 6780,
 }

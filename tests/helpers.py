@@ -192,9 +192,12 @@ def pad_more(setattr=setattr):
         reached.add("pad_rows")
         return widen(pad_rows(rows, fill, **options), 2, 0, 0 if fill == 0 else None)
 
-    def wide_mask(rows, fill, **options):
+    def wide_mask(rows, fill, *more, **options):
+        padded = pad_rows(rows, fill, *more, **options)
+        if fill is not False:  # what `collate` pads
+            return padded
         reached.add("mask")
-        return widen(pad_rows(rows, fill, **options), 0, 2, fill)
+        return widen(padded, 0, 2, False)
 
     def wide_collate(lines, pad, no_label=-100):
         reached.add("collate")

@@ -10,7 +10,7 @@ LIMITS = {
     "common/, code": 2896,
     "algos/": 4100,
     "ppo.py in one file": 4332,
-    "tests/": 15490,
+    "tests/": 15493,
     "benchmarks/, with .sh": 6780,
 }
 

@@ -42,27 +42,14 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from common.checkpoint import replacing
-from common.cli import (
-    Count,
-    InputError,
-    Natural,
-    NonNegative,
-    OptimizerArgs,
-    Positive,
-    Range,
-    RunArgs,
-    Share,
-    build,
-    cli,
-    spec_path,
-    stop_if,
-)
-from common.data import read_data, set_flag, set_prefix, texts
+from common.cli import Count, Natural, NonNegative, OptimizerArgs, Positive, Range, RunArgs, Share, cli
+from common.errors import InputError, stop_if
+from common.functions import build, loading, spec_path
 from common.launch import accumulate, local_rows, on_main, optimizer_step, reduce_sums
-from common.logging import Run, closes_run
-from common.model import loading
+from common.report import screen, visible
+from common.rows import read_data, set_flag, set_prefix, texts
+from common.run import Run, closes_run
 from common.seeding import rng, stream_rows
-from common.terminal import screen, visible
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config

@@ -38,27 +38,28 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, InputError, NonNegative, Positive, TextArgs, build, cli, stop_if
-from common.data import (
-    TEXT_ARGUMENTS,
+from common.cli import Count, Fraction, NonNegative, Positive, TextArgs, cli
+from common.errors import InputError, stop_if
+from common.functions import build
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.lm.chat import is_chat, pair_texts, prompt_messages
+from common.lm.evaluation import evaluate_samples
+from common.lm.load import lines_of_use, load_lm, make_reference
+from common.lm.logprobs import line_logprobs, score_pairs
+from common.lm.structure import can_pack, end_tokens, max_positions
+from common.lm.tokens import (
     beginning,
     encode_prompts,
     in_lines,
     int32,
-    is_chat,
-    pair_texts,
-    prompt_messages,
-    read_data,
-    set_flag,
-    set_prefix,
+    num_labels,
+    pair_length,
+    split_rows,
     tokenize,
     untrained_end,
 )
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run, lines_of_use
-from common.model import can_pack, end_tokens, load_lm, make_reference, max_positions, unsharded
-from common.sampling import evaluate_samples
-from common.scoring import line_logprobs, num_labels, pair_length, score_pairs, split_rows
+from common.rows import TEXT_ARGUMENTS, read_data, set_flag, set_prefix
+from common.run import Run, closes_run
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 

@@ -49,14 +49,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Natural, NonNegative, Positive, RolloutArgs, build, cli
-from common.data import int32, pad_rows, read_data, set_prefix
-from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run, lines_of_use
-from common.model import load_lm, make_reference, unsharded
-from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs, summed
-from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import line_logprobs, score_all, split_lines, token_entropies
+from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, cli
+from common.errors import InputError
+from common.functions import build
+from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums, unsharded
+from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs, summed
+from common.lm.load import lines_of_use, load_lm, make_reference
+from common.lm.logprobs import line_logprobs, score_all, token_entropies
+from common.lm.own_rollouts import call_rollout
+from common.lm.sampling import sample as sample
+from common.lm.tokens import decode, int32, pad_rows, split_lines
+from common.rows import read_data, set_prefix
+from common.run import Run, closes_run
 from common.seeding import rng
 
 TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --dataset and --config
@@ -501,7 +505,8 @@ def main(args):
     ref_path = build(args.ref_model, "--ref-model")
     reward = no_reward if args.reward is None else args.reward
     found = read_data(args.dataset, args.eval_dataset, reward=reward, metric=args.metric, rollout=args.rollout)
-    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, found.rollout)
+    own_rollout = found.rollout and partial(call_rollout, found.rollout, args.rollout)
+    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, own_rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -542,7 +547,7 @@ def main(args):
             batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. A_i: what a score has over those of its group. Through on_each, an error of maxrl loses no iteration
         batch.advantages = on_each(accelerator, group_advantages, batch.scores, args.group_size, args.advantage_kind)
-        run.log_episodes(tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
+        log_episodes(run, tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)

@@ -51,24 +51,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, InputError, Natural, NonNegative, Positive, Share, TextArgs, build, cli
-from common.data import (
-    encode_prompts,
-    encode_segments,
-    int32,
-    marked,
-    pad_rows,
-    read_data,
-    row_ends,
-    set_flag,
-    set_prefix,
-    texts,
-)
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run
-from common.model import draw_layers, load_decoder, load_lm, loading, max_positions, saved_heads, unsharded
-from common.sampling import evaluate_samples
-from common.scoring import in_chunks, in_float32, split_rows, token_logprobs
+from common.cli import Count, Fraction, Natural, NonNegative, Positive, Share, TextArgs, cli
+from common.errors import InputError
+from common.functions import build, loading
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.lm.evaluation import evaluate_samples
+from common.lm.load import load_decoder, load_lm, saved_heads
+from common.lm.logprobs import in_chunks, in_float32, token_logprobs
+from common.lm.structure import draw_layers, max_positions
+from common.lm.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
+from common.rows import read_data, set_flag, set_prefix, texts
+from common.run import Run, closes_run
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config

@@ -47,14 +47,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, build, cli
-from common.data import int32, pad_rows, read_data, set_prefix
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run, lines_of_use
-from common.model import draw_layers, load_decoder, load_lm, loading, make_reference, saved_heads, unsharded
-from common.sampling import Prompts, decode, evaluate_sets, generate_all, score_outputs
-from common.sampling import sample as sample  # for those who import it from here
-from common.scoring import in_float32, line_logprobs, score_all, split_lines, token_entropies
+from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, cli
+from common.functions import build, loading
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs
+from common.lm.load import lines_of_use, load_decoder, load_lm, make_reference, saved_heads
+from common.lm.logprobs import in_float32, line_logprobs, score_all, token_entropies
+from common.lm.own_rollouts import call_rollout
+from common.lm.sampling import sample as sample
+from common.lm.structure import draw_layers
+from common.lm.tokens import decode, int32, pad_rows, split_lines
+from common.rows import read_data, set_prefix
+from common.run import Run, closes_run
 from common.seeding import rng
 
 HEAD_FILE = "value_head.safetensors"  # of an export, beside the weights of the model
@@ -613,7 +617,8 @@ def main(args):
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
     found = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, rollout=args.rollout)
-    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, found.rollout)
+    own_rollout = found.rollout and partial(call_rollout, found.rollout, args.rollout)
+    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, own_rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
@@ -666,7 +671,7 @@ def main(args):
         advantages = masked_whiten(advantages, mask)
         batch.advantages = advantages[mask]  # (N,), as the update reads them
         batch.returns = returns[mask]
-        run.log_episodes(tokenizer, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
+        log_episodes(run, tokenizer, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
         metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, args)

@@ -37,32 +37,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, InputError, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, build, cli
-from common.data import (
-    in_lines,
-    int32,
-    is_chat,
-    joined,
-    messages_in,
-    pair_texts,
-    read_data,
-    set_flag,
-    set_prefix,
-)
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums
-from common.logging import Run, closes_run
-from common.model import (
-    can_pack,
-    classifier_ids,
-    classifier_logits,
-    freeze,
-    load_pretrained,
-    max_positions,
-    raise_heads,
-    train_adapters,
-    unsharded,
-)
-from common.scoring import pair_length, score_pairs, split_rows
+from common.cli import Count, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, cli
+from common.errors import InputError
+from common.functions import build
+from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.lm.adapters import train_adapters
+from common.lm.chat import is_chat, joined, messages_in, pair_texts
+from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
+from common.lm.load import load_pretrained
+from common.lm.logprobs import score_pairs
+from common.lm.structure import can_pack, freeze, max_positions
+from common.lm.tokens import in_lines, int32, pair_length, split_rows
+from common.rows import read_data, set_flag, set_prefix
+from common.run import Run, closes_run
 from common.seeding import rng
 
 # Last lines of a run and of its card: how to load and use the model.

@@ -29,14 +29,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from common.cli import Count, InputError, Positive, TextArgs, build, cli, stop_if
-from common.data import encode_prompts, encode_segments, int32, marked, read_data, set_flag, set_prefix, untrained_end
-from common.launch import accumulate, optimizer_step, prepare
-from common.logging import Run, closes_run, lines_of_use
-from common.model import can_pack, end_tokens, load_lm, max_positions, unsharded
-from common.sampling import evaluate_samples
-from common.scoring import first_label, line_logprobs, num_labels, split_lines
-from common.scoring import token_nll as token_nll  # for those who import it from here
+from common.cli import Count, Positive, TextArgs, cli
+from common.errors import InputError, stop_if
+from common.functions import build
+from common.launch import accumulate, optimizer_step, prepare, unsharded
+from common.lm.evaluation import evaluate_samples
+from common.lm.load import lines_of_use, load_lm
+from common.lm.logprobs import line_logprobs
+from common.lm.logprobs import token_nll as token_nll
+from common.lm.structure import can_pack, end_tokens, max_positions
+from common.lm.tokens import (
+    encode_prompts,
+    encode_segments,
+    first_label,
+    int32,
+    marked,
+    num_labels,
+    split_lines,
+    untrained_end,
+)
+from common.rows import read_data, set_flag, set_prefix
+from common.run import Run, closes_run
 
 TASK = "benchmarks/tasks/randomwalks/sft.yaml"  # used without --model, --dataset and --config
 

@@ -21,7 +21,7 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.terminal import visible
+from common.report import visible
 
 
 @dataclass

@@ -6,7 +6,7 @@
 traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
 continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
 dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
-right: passes as graphs (common/decoding.py) beside the plain loop. token: milliseconds of both. update: forward and
+right: passes as graphs (common/lm/graphs.py) beside the plain loop. token: milliseconds of both. update: forward and
 backward of a micro-batch. --tiny: small sizes, which show only that they run. Where git does not know the commit,
 COMMIT names it.
 """
@@ -51,8 +51,9 @@ TOLERANCES = {"float64": 1e-5, "float32": 1e-2}  # relative; float32 only in the
 CPU_DRAW = """
 import runpy, sys
 sys.path.insert(0, {root!r})
-from common import sampling, seeding
-sampling.draw = lambda logits, u, *o: seeding.draw(logits.cpu(), u.cpu(), *o).to(logits.device)
+from common.lm import sampling
+draw = sampling.draw
+sampling.draw = lambda logits, u, *o: draw(logits.cpu(), u.cpu(), *o).to(logits.device)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -207,7 +208,7 @@ def queries_of(rows, width, words):
 
 def graphs(on):
     """Lets passes of `sample` become graphs."""
-    from common import sampling
+    from common.lm import sampling
 
     return patch.object(sampling, "GRAPHS", ("cuda",) if on else ())
 
@@ -230,8 +231,8 @@ def timed(function, *inputs, **options):
 def right(args, folder):
     """Whether graphs draw the ids of the plain loop: all in float32; in bfloat16 rounding decides where two are nearly
     as likely, and the mean log-probability by a pass without a cache is equal."""
-    from common.sampling import sample
-    from common.scoring import line_logprobs
+    from common.lm.logprobs import line_logprobs
+    from common.lm.sampling import sample
 
     yield "autocast", "rows that differ", "first at token", "repeated run equal", "nats a token, plain", "by graphs"
     lm = build(args, "smollm2-135m")
@@ -259,7 +260,8 @@ def right(args, folder):
 @torch.no_grad()
 def token(args, folder):
     """Milliseconds of each of 256 tokens behind up to 128 others, by the plain loop and by graphs."""
-    from common import decoding, sampling
+    from common.lm import graphs as cuda_graphs
+    from common.lm import sampling
 
     yield "model", "rows", "plain, ms a token", "graphs", "captures", "seconds of a capture", "ms of a replay"
     captured = []
@@ -269,7 +271,7 @@ def token(args, folder):
         captured.append((seconds, timed(lambda: [graph.replay() for _ in range(20)])[0] / 20 * 1e3))
         return graph
 
-    capture = decoding.capture
+    capture = cuda_graphs.capture
     tokens = 16 if args.tiny else 256
     for name in SHAPES:
         lm = build(args, name)
@@ -285,7 +287,7 @@ def token(args, folder):
                     seconds, _ = timed(sampling.sample, lm, PADDING, queries, uniforms, [tokens] * rows)
                 milliseconds[on] = seconds / tokens * 1e3
             captured.clear()
-            with graphs(True), autocast(), patch.object(decoding, "capture", measured):
+            with graphs(True), autocast(), patch.object(cuda_graphs, "capture", measured):
                 sampling.sample(lm, PADDING, queries, uniforms, [tokens] * rows)
             seconds, replay = max(captured, default=(float("nan"),) * 2)
             both = (f"{milliseconds[on]:.2f}" for on in (False, True))
@@ -294,7 +296,7 @@ def token(args, folder):
 
 def seconds_of_updates(lm, width):
     """Of the forward and backward pass of a micro-batch of 8 rows: the second best of six."""
-    from common.scoring import line_logprobs
+    from common.lm.logprobs import line_logprobs
 
     ids = torch.randint(3, lm.config.vocab_size, (8, width)).tolist()
     lines = [[(row, [-100, *row[1:]])] for row in ids]

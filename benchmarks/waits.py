@@ -21,7 +21,8 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from algos import grpo  # noqa: E402
-from common import decoding, sampling  # noqa: E402
+from common.lm import evaluation, sampling  # noqa: E402
+from common.lm import graphs as cuda_graphs  # noqa: E402
 
 ROWS, WORDS, TOKENS = 3, 151936, 64
 
@@ -49,7 +50,9 @@ class Launch(graphs.Graph):
 def update(lm, queries):
     """A micro-batch of grpo.py with a KL, as its loop has it."""
     ids = torch.randint(1, 101, (ROWS, 29)).tolist()
-    responses = sampling.Responses(ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=[{"prompt": ""}] * ROWS)
+    responses = evaluation.Responses(
+        ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=[{"prompt": ""}] * ROWS
+    )
     batch = grpo.Rollout.of(queries, responses, device.DEVICE)
     batch.logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
     batch.ref_logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
@@ -82,9 +85,9 @@ def main():
     row.append(f"{moved / ROWS / 1e6:.2f}")
     trained = update(lm.train(), queries)
     row += [str(trained[kind]) for kind in ("kernels", "waits", "copies")]
-    sampling.GRAPHS = (device.DEVICE.type,)
-    decoding.capture = Launch
-    decoding.never_waits = graphs.never_waits
+    sampling.GRAPHS = cuda_graphs.GRAPHS = (device.DEVICE.type,)
+    cuda_graphs.capture = Launch
+    cuda_graphs.never_waits = graphs.never_waits
     total = counted(sampling.sample, lm.eval(), padding, queries, uniforms, [TOKENS] * ROWS)
     row += [f"{total[kind] / TOKENS:.2f}" for kind in ("kernels", "waits", "copies")]
     commit = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True)

@@ -1,15 +1,9 @@
-"""The command line: shared flags, YAML files of flags, --help, and the functions of the user that flags name."""
+"""The command line: YAML files of flags, --help, and the flags that say where and how to run and what to load."""
 
 import argparse
-import asyncio
-import copy
 import dataclasses
-import functools
-import hashlib
-import importlib.util
 import inspect
 import math
-import operator
 import os
 import re
 import signal
@@ -20,33 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import torch
 import yaml
 
-from common.terminal import visible
+from common.errors import InputError, Stopped, flag_of, stop_if
+from common.functions import ROOT, spec_path
+from common.report import visible
 
-ROOT = Path(__file__).resolve().parents[1]
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
 embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
-
-
-class InputError(Exception):
-    """Bad input: one sentence that names the flag, or the file and row, and what to do. Exit code 2."""
-
-
-class Stopped(SystemExit):
-    """A signal ends the run."""
-
-
-def stop_if(problems):
-    """Raises one InputError for all problems (sentences), if any, so that a user can fix a command in one go."""
-    if len(problems) > 1:
-        problems = [f"{len(problems)} problems:", *problems]
-    if problems:
-        raise InputError("\n  - ".join(problems))
-
-
-def flag_of(name):
-    return "--" + name.replace("_", "-")
 
 
 def cli(args_class, main, task=None):
@@ -147,7 +123,7 @@ def foreign_names(words, args_class, script):
     return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
-# ---- Flags -----------------------------------------------------------------------------------------------------------
+# ---- Flags ----------------------------------------------------------------------------------------------------------
 
 
 class Range(NamedTuple):
@@ -158,11 +134,17 @@ class Range(NamedTuple):
 
 
 Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+
 Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
+
 Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
+
 NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
+
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
+
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
+
 StopString = Annotated[str, Range("texts that are not empty", len)]  # every response ends with an empty one
 
 
@@ -317,7 +299,6 @@ class OptimizerArgs:
 
     def make_optimizer(self, model):
         """AdamW on the trainable weights of a model, with weight decay on matrices only."""
-        import torch
 
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         groups = [([w for w in weights if w.ndim > 1], self.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
@@ -374,195 +355,3 @@ class RolloutArgs(TextArgs):
     @property
     def steps_per_iteration(self):
         return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
-
-
-# ---- Functions of the user -------------------------------------------------------------------------------------------
-
-SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
-# What parameters of functions of other libraries are called here.
-PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
-PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
-# Columns of samples.jsonl whose names a metric function may not use.
-TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
-event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
-
-
-def spec_path(spec):
-    """The file or directory that a flag's text names, in the working directory or the repository, or None."""
-    if not isinstance(spec, str):
-        return None
-    match = SPEC.fullmatch(spec)
-    path = Path(os.path.expanduser(match["path"] if match else spec))
-    found = filter(os.path.exists, (path, ROOT / path))  # Path.exists raises for what is too long
-    return next(found, path if match else None)
-
-
-def read_options(words, where):
-    """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
-    stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
-    pairs = [word.split("=", 1) for word in words]
-    return {key.strip(): yaml.safe_load(value) for key, value in pairs}
-
-
-def load_function(spec, flag):
-    """The function of `path/to/file.py:function[:key=value,...]` with these arguments; a non-string as it is."""
-    if not isinstance(spec, str):
-        return spec
-    match = SPEC.fullmatch(spec)
-    path = spec_path(spec)
-    if not match or not path.is_file():
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function, of a file that exists")
-    function = getattr(import_file(path.resolve(), path.read_bytes()), match["name"], None)
-    if not callable(function):
-        raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
-    options = match["options"].split(",") if match["options"] else []
-    return functools.partial(function, **read_options(options, f"{flag} {spec}"))
-
-
-@functools.cache
-def import_file(path, source):
-    """The module of a file, imported under its own name, once for each version of its source."""
-    sys.path.append(str(path.parent))  # for what the file imports
-    name = "plainrl_user_" + hashlib.sha256(os.fsencode(f"{path}{source}")).hexdigest()[:16]
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def build(spec, flag):
-    """What a function or file.py:function returns; else spec. Call it before Accelerator(): it may start processes."""
-    function = load_function(spec, flag) if isinstance(spec, str) and SPEC.fullmatch(spec) else spec
-    is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
-    return function() if is_function else spec
-
-
-def accepted(function, name, row, given):
-    """The names in `given` and of the row's columns that a user's function takes; InputError if it needs others."""
-    columns = [column for column in row if column != "prompt"]
-    others = [*given, *getattr(function, "keywords", {})]  # keywords: options behind its name
-    taken = [column for column in columns if column in others]
-    stop_if([f"rename the rows' column {column!r}: {name} gets something else under this name" for column in taken])
-    names = [*given, *columns]
-    signature = inspect.signature(function)
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        names = [parameter for parameter in signature.parameters if parameter in names]
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as error:
-        known = f"It gets {', '.join(given)}, and the rows' columns: {', '.join(columns) or 'none'}"
-        _, missing, *_ = str(error).split("'")
-        if missing in PARAMETERS:
-            known = f"{missing} is called {PARAMETERS[missing]} here. {known}"
-        raise InputError(f"{name}: {error}. {known}") from None
-    return names
-
-
-def call_function(function, name, rows, given):
-    """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
-    import torch
-
-    known = {column: [row[column] for row in rows] for column in rows[0]} | given
-    values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
-    values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
-    process = os.getpid()
-    try:
-        with torch.enable_grad():  # for one that trains something of its own
-            result = function(**values)
-        if inspect.iscoroutine(result):
-            result = event_loop().run_until_complete(result)
-    except Exception as error:
-        error.add_note(f"in a call of {name}")  # a traceback says it last
-        raise
-    finally:
-        if os.getpid() != process:  # a child that the function forked, which must not go on as a process of the run
-            os._exit(1)
-    return result
-
-
-def call_reward(function, name, rows, given, lengths=None):
-    """(scores, others) of a reward function: one float per row, or, if lengths (one per row) are given, a list with one
-    float per token of the response. others: {column: values per row} if it returned these beside "score"."""
-    scores = call_function(function, name, rows, given)
-    others = dict(scores) if isinstance(scores, dict) else {}
-    scores = others.pop("score", scores)
-    if hasattr(scores, "tolist"):
-        scores = scores.tolist()
-    if not isinstance(scores, list | tuple) or len(scores) != len(rows):
-        returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
-        raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
-    checked = [floats(*pair) for pair in zip(scores, lengths or [None] * len(rows), strict=True)]
-    if None in checked:
-        number = checked.index(None)
-        where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
-        dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-        raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
-    return checked, checked_columns(name, others, len(rows))
-
-
-def call_metric(function, name, rows, given):
-    return checked_columns(name, call_function(function, name, rows, given), len(rows))
-
-
-def checked_columns(name, columns, count):
-    """{column: values per row} with lists of floats, or InputError."""
-    expected = f"{name} must return {{name: list of {count} finite numbers}}"
-    if not isinstance(columns, dict):
-        raise InputError(f"{expected}; it returned {columns!r:.60}")
-    checked = {column: floats(values, count) for column, values in columns.items()}
-    for column, values in checked.items():
-        if column in TAKEN or not isinstance(values, list):
-            returned = f"it returned {column!r}: {columns[column]!r:.60}"
-            raise InputError(f"{expected}; {returned} (taken names: {', '.join(TAKEN)})")
-    return checked
-
-
-def call_rollout(function, name, rows, given, sampled):
-    """(responses, {column: values per row}) of a rollout function; a response is a list of segments (ids, trained), cut
-    to max_new_tokens. sampled: per row all (context, ids) that `sample` has returned in this call. A trained segment is
-    made of parts of these, each at its place; a row for which nothing was sampled may come from another engine."""
-    value = call_function(function, name, rows, given)
-    responses, columns = value if isinstance(value, tuple) else (value, {})
-    for values in (responses, *columns.values()):
-        if len(values) != len(rows):
-            expected = f"a list of {len(rows)} responses, or that and {{column: list of {len(rows)} values}}"
-            raise InputError(f"{name} returned {len(values)} values, expected {expected}")
-    checked = []
-    for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
-        where = f"{name}, prompt {row['prompt'][-60:]!r}"
-        response = []
-        room = given["max_new_tokens"]
-        for ids, trained in segments:
-            ids = [*map(operator.index, ids)]
-            after = before + ids
-            if trained and known and sampled_part(before, after, known) != after:
-                raise InputError(f"{where}: trained ids that `sample` did not return behind exactly the ids before")
-            response.append((ids[:room], bool(trained)))
-            room -= len(ids[:room])
-            before = after
-        if not any(ids and trained for ids, trained in response):
-            raise InputError(f"{where}: no trained ids within --max-new-tokens")
-        checked.append(response)
-    return checked, columns
-
-
-def sampled_part(before, after, sampled):
-    """`before`, and as much more of `after` as was sampled behind it."""
-    for context, ids in sampled:
-        whole = [*context, *ids]
-        if len(context) <= len(before) and whole[: len(before)] == before:
-            before = os.path.commonprefix([whole, after])
-    return before
-
-
-def floats(value, count=None):
-    """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        values = [floats(item) for item in value]
-        is_right = len(values) == count and None not in values and math.isfinite(sum(values))
-        return values if is_right else None
-    is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
-    return float(value) if is_finite else None

@@ -1,5 +1,6 @@
-"""How a run uses the machine: processes, precision, threads, kernels, memory, and its optimizer steps."""
+"""How a run uses the machine: processes, precision, threads, kernels and memory."""
 
+import contextlib
 import ctypes
 import math
 import os
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from common.cli import InputError
-from common.terminal import screen
+from common.errors import InputError, NotFinite
+from common.report import screen
 
 # How long a process waits for another. NCCL's own 10 minutes are too short for rank 0 to score with a slow reward or
 # save a large model. If a process dies, the launcher ends the others at once.
@@ -96,6 +97,25 @@ def prepare(accelerator, model, optimizer, *frozen):
     return model
 
 
+@contextlib.contextmanager
+def unsharded(model):
+    """Inside, weights sharded by FSDP2 are gathered once and not for every token. Afterwards all of them are shards
+    again, while forward passes alone would leave some gathered, and in bfloat16."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the whole model first
+    with contextlib.ExitStack() as stack:
+        for module in sharded:
+            state = module._get_fsdp_state()
+            state._lazy_init()  # otherwise the first block called would take itself for the whole model
+            if group := state._fsdp_param_group:
+                stack.callback(setattr, group, "post_forward_mesh_info", group.post_forward_mesh_info)
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+            stack.callback(module.reshard)
+        yield
+
+
 def named_weights(model):
     """Yields (module, name, weight); a shared weight comes once for each module that has it."""
     for module in model.modules():
@@ -115,10 +135,6 @@ def set_threads(threads=None):
         threads = max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     return threads
-
-
-class NotFinite(FloatingPointError):
-    """A number that the model has computed is not finite: its state is not worth saving."""
 
 
 def choose_products():

@@ -4,7 +4,6 @@ So a checkpoint needs no generator state, and resuming, the number of processes 
 
 import hashlib
 import json
-import math
 import os
 import random
 
@@ -19,35 +18,6 @@ def rng(seed, stream, *ids):
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     key = int.from_bytes(digest, "little")
     return np.random.Generator(np.random.Philox(key=key))
-
-
-def uniforms(seed, stream, step, rows, n):
-    """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
-    draws = [rng(seed, stream, step, row).random(n) for row in rows]
-    return torch.from_numpy(np.reshape(draws, (len(rows), n)))
-
-
-def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
-    """One token id per row from softmax(logits / temperature) (B, V), by inverse CDF in float64. The uniforms (B,) are
-    scaled by the last cumulative value, and searched to the right, so no token of probability zero is drawn."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.double() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        lowest_kept = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < lowest_kept, -math.inf)
-    probs = logits.softmax(-1)
-    if top_p < 1:
-        ranked, order = probs.sort(descending=True, stable=True)
-        before = ranked.cumsum(-1) - ranked  # the probability of all tokens that rank above this one
-        ranked = ranked.masked_fill(before >= top_p, 0.0)
-        probs = probs.scatter(1, order, ranked)
-    cdf = probs.cumsum(-1)
-    total = cdf[:, -1:]
-    below_total = total.nextafter(torch.zeros_like(total))
-    target = torch.minimum(uniforms[:, None] * total, below_total)
-    place = torch.searchsorted(cdf, target, right=True)
-    return place[:, 0].clamp(max=probs.shape[1] - 1)  # where probabilities are nan, which `sample` finds
 
 
 def stream_rows(seed, stream, size, start, count):

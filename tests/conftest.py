@@ -27,7 +27,7 @@ from cases import CASES
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from benchmarks.tasks import randomwalks, shapes
-from common import logging
+from common import run as run_module
 
 pytest_plugins = ["harness", "helpers"]
 FAMILIES = "gpt2", "llama", "qwen3"
@@ -42,7 +42,7 @@ def quick_ends():
     def undrawn(records, names, title, path):
         path.touch()
 
-    with patch.object(logging, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+    with patch.object(run_module, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
         yield
 
 

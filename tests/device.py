@@ -84,7 +84,7 @@ def place():
     frame = sys._getframe(2)
     while frame:
         path = Path(frame.f_code.co_filename)
-        if path.parent.parent == ROOT and path.parent.name in ("algos", "common"):
+        if {ROOT / "algos", ROOT / "common"} & {*path.parents}:
             return f"{path.stem}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "backward"
@@ -199,7 +199,9 @@ def start(written=None, exact=True):
     import safetensors.torch
     from accelerate import PartialState
 
-    from common import launch, logging, sampling
+    from common import launch
+    from common import run as run_module
+    from common.lm import sampling
 
     kernels = torch.library.Library("aten", "IMPL")
     kernels.impl("empty_strided", lambda size, stride, **o: empty(torch.empty_strided, size, stride, o), "PrivateUse1")
@@ -228,15 +230,15 @@ def start(written=None, exact=True):
         accelerator.state.device = PartialState._shared_state["device"] = DEVICE
         return accelerator
 
-    launch.launch = logging.launch = on_device
-    finish = logging.Run.close
+    launch.launch = run_module.launch = on_device
+    finish = run_module.Run.close
 
     def close(self):
         finish(self)
         if written:
             Path(written).write_text(json.dumps(counts))
 
-    logging.Run.close = close
+    run_module.Run.close = close
     Watch().__enter__()
 
 

@@ -57,7 +57,7 @@ class Graph:
 
 
 def never_waits(function):
-    """As decoding.never_waits."""
+    """As graphs.never_waits of common/lm."""
     try:
         with Recording():
             function()
@@ -70,12 +70,12 @@ def never_waits(function):
 
 def use(monkeypatch, room=16):
     """Lets passes on CPUs become such graphs; the cache grows by `room` tokens."""
-    from common import decoding, sampling
+    from common.lm import graphs, sampling
 
     Graph.all.clear()
-    for module in (decoding, sampling):
+    for module in (graphs, sampling):
         monkeypatch.setattr(module, "GRAPHS", ("cpu",))
-    monkeypatch.setattr(decoding, "ROOM", room)
-    monkeypatch.setattr(decoding, "capture", Graph)
-    monkeypatch.setattr(decoding, "never_waits", never_waits)
+    monkeypatch.setattr(graphs, "ROOM", room)
+    monkeypatch.setattr(graphs, "capture", Graph)
+    monkeypatch.setattr(graphs, "never_waits", never_waits)
     return Graph.all

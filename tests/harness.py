@@ -302,7 +302,7 @@ def ended(scripts, work):
     def get(algo, target):
         if algo not in found:
             found[algo] = work / f"ended-{algo}"
-            place = ("common.logging", "Run.stop_requested", 5 if algo in ("ppo", "grpo", "ddpo") else 9)
+            place = ("common.run", "Run.stop_requested", 5 if algo in ("ppo", "grpo", "ddpo") else 9)
             scripts.run(command(work, algo, found[algo]), work, expect=-9, patch=at(*place))
         run = Path(shutil.copytree(found[algo], target))
         steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())

@@ -183,10 +183,10 @@ def pad_more(setattr=setattr):
     """Whatever is padded gets two columns more: what `collate` returns on the right and contexts on the left, of random
     tokens that do not count, and the mask of `Episodes`. Returns the names of what was called, which grow."""
     from algos import grpo, ppo
-    from common import model, sampling, scoring
+    from common.lm import classifier, logprobs, sampling, tokens
 
     reached = set()
-    collate, pad_rows = scoring.collate, sampling.pad_rows
+    collate, pad_rows = tokens.collate, tokens.pad_rows
 
     def wide_contexts(rows, fill, **options):
         reached.add("pad_rows")
@@ -208,6 +208,6 @@ def pad_more(setattr=setattr):
     setattr(sampling, "pad_rows", wide_contexts)
     for script in ppo, grpo:
         setattr(script, "pad_rows", wide_mask)
-    for module in scoring, model:
+    for module in logprobs, classifier:
         setattr(module, "collate", wide_collate)
     return reached

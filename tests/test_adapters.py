@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common import model
-from common.checkpoint import files_of_flag
-from common.cli import InputError
-from common.model import for_sampling, load_model, train_adapters
+from common.errors import InputError
+from common.identity import files_of_flag
+from common.lm import load
+from common.lm.adapters import for_sampling, train_adapters
+from common.lm.load import load_model
 
 PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
 DATA = {
@@ -422,7 +423,7 @@ def wide_dir(tmp_path_factory):
 def test_four_bits(wide_dir, tmp_path, monkeypatch):
     """The frozen layers are quantised, the start is near that of the whole model, the adapter fits the whole model, and
     the run continues bitwise from its last but one checkpoint."""
-    calls = recorded(monkeypatch, model, "train_adapters")
+    calls = recorded(monkeypatch, load, "train_adapters")
     flags = {"lora_r": 3, "dtype": "float32"}
     _, run_dir = run(sft, wide_dir, tmp_path / "run", load_in_4bit=True, **flags)
     layer = calls[0][0][0].model.layers[1].mlp.down_proj

@@ -23,11 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common import decoding
-from common.cli import InputError, OptimizerArgs, from_task
-from common.model import can_pack, classifier_logits, load_model, max_positions, reads_padding, routers
-from common.sampling import sample
-from common.seeding import draw
+from common.cli import OptimizerArgs, from_task
+from common.errors import InputError
+from common.lm import graphs as cuda_graphs
+from common.lm.classifier import classifier_logits
+from common.lm.load import load_model
+from common.lm.sampling import draw, sample
+from common.lm.structure import can_pack, max_positions, reads_padding, routers
 
 SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
 WIDE = SIZES | {"intermediate_size": 20}
@@ -335,7 +337,7 @@ def test_a_model_that_makes_the_host_wait_takes_no_graphs(build_model, letters, 
     lm.register_forward_pre_hook(lambda lm, inputs: print(torch.ones(1).sum().item()))
     captured = graphs.use(monkeypatch)
     assert sample(*call) == expected and not captured and lm.makes_host_wait
-    monkeypatch.delattr(decoding, "never_waits")
+    monkeypatch.delattr(cuda_graphs, "never_waits")
     assert sample(*call) == expected and not captured
 
 
@@ -345,10 +347,10 @@ def test_shards_in_a_model_with_heads_take_the_plain_loop(build_model, model):
     lm = build_model()
     policy = model(lm, "mlp", "normal") if model is ppo.PolicyWithValue else model(lm, True)
     [cache] = [lm(torch.tensor([[3, 4]]), use_cache=True).past_key_values]
-    assert decoding.is_plain(policy.lm, cache)
+    assert cuda_graphs.is_plain(policy.lm, cache)
     block = lm.transformer.h[0]
     block.__class__ = type("Sharded", (FSDPModule, type(block)), {})
-    assert not decoding.is_plain(policy.lm, cache)
+    assert not cuda_graphs.is_plain(policy.lm, cache)
 
 
 @torch.no_grad()

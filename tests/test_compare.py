@@ -10,7 +10,7 @@ from test_adapters import run
 
 from algos import dpo
 from benchmarks import compare
-from common import logging
+from common import run as run_module
 
 FLAGS = {"model": "org/tiny", "dataset": "rows.jsonl", "lr": 0.001, "kl_coef": 0.05, "seed": 1}
 
@@ -96,7 +96,7 @@ def test_a_run_keeps_its_headline_when_it_goes_on(gpt2_dir, tmp_path, monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)
         return True, False
 
-    monkeypatch.setattr(logging.Run, "stop_requested", stop)
+    monkeypatch.setattr(run_module.Run, "stop_requested", stop)
     for _ in range(2):
         with pytest.raises(SystemExit):
             run(dpo, gpt2_dir, tmp_path / "run", eval_every=4)

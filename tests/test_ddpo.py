@@ -20,8 +20,9 @@ from diffusers.schedulers import scheduling_ddim
 from helpers import close, equal, random, tensor
 
 from algos import ddpo
-from common import logging
-from common.cli import InputError, from_task
+from common import run as run_module
+from common.cli import from_task
+from common.errors import InputError
 from common.seeding import rng
 
 B, N, C, H, W = 3, 5, 2, 7, 11  # of the pure functions; latents of the pipelines are 5 x 4 x 12
@@ -426,7 +427,7 @@ def test_diversity():
 
 def test_evaluations_of_epochs_of_several_steps():
     """Where a multiple of --eval-every is among the steps of the epoch, at the start and the end; never for 0."""
-    run = logging.Run.__new__(logging.Run)
+    run = run_module.Run.__new__(run_module.Run)
     kept = SimpleNamespace(evaluated=0)
     vars(run).update(kept=kept, steps_per_iteration=3, total_steps=18, args=SimpleNamespace(seed=1))
     steps = [*range(0, 19, 3)]

@@ -25,7 +25,7 @@ def on_device(scripts, argv, folder, patch="", expect=0, exact=True):
 
 def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
     argv = command(work, "ppo", tmp_path / "run")
-    stop = at("common.logging", "Run.stop_requested", 4, signal=15)
+    stop = at("common.run", "Run.stop_requested", 4, signal=15)
     on_device(scripts, argv, tmp_path, stop, expect=143)
     on_device(scripts, argv, tmp_path)
     expected = log(whole("ppo")[0])
@@ -97,7 +97,7 @@ DECODE = """
 import json, sys, torch
 import device
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from common.sampling import sample
+from common.lm.sampling import sample
 
 lm = AutoModelForCausalLM.from_pretrained(sys.argv[1]).to(device.DEVICE).eval()
 lm.generation_config.eos_token_id = None

@@ -15,9 +15,10 @@ from test_rows import TOOLS, build_tokenizer
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks import check, seeds, tables
 from benchmarks.tasks import arithmetic, calculator, pretrained, randomwalks, shapes
-from common import logging as run_logging
+from common import run as run_module
 from common.cli import parse
-from common.data import encode_prompts, pair_texts, row_segments
+from common.lm.chat import pair_texts, row_segments
+from common.lm.tokens import encode_prompts
 
 SCRIPTS = {f"{script.__name__.rpartition('.')[2]}.py": script for script in (ddpo, dpo, grpo, ilql, ppo, reward, sft)}
 GUIDE = ROOT / "algos/README.md"
@@ -144,7 +145,7 @@ def test_the_set_ups_of_readme_are_run_as_they_stand():
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
-MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, run_logging]
+MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, run_module]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

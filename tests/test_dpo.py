@@ -13,8 +13,8 @@ from helpers import BOS, EOS, log, recorded, same_run, tensor
 from test_models import reload
 
 from algos import dpo
-from common import scoring
-from common.model import has_plain_output
+from common.lm import logprobs
+from common.lm.structure import has_plain_output
 
 ROWS = [
     {"prompt": "b", "chosen": "cda", "rejected": "efghija"},
@@ -190,7 +190,7 @@ def test_logprobs_are_sums_over_the_response(monkeypatch, build_model, family, p
     if chunks:
         model.plain_output = has_plain_output(model)
         assert model.plain_output
-        monkeypatch.setattr(scoring, "CHUNK", 2 * 25)
+        monkeypatch.setattr(logprobs, "CHUNK", 2 * 25)
     with torch.no_grad():
         expected = slow_logprobs(model, PAIRS)
         for size in 7, 3, 1:

@@ -154,9 +154,11 @@ def test_every_flag_is_read(path):
 
 
 def test_imports():
-    """Scripts and common import only common of this repository."""
+    """Scripts and common import only common of this repository, and what ddpo uses imports nothing of common/lm."""
     for path in SCRIPTS + COMMON:
         assert imports(path) & OWN <= {"common"}, path
+    for path in [*(ROOT / "common").glob("*.py"), ROOT / "algos/ddpo.py"]:
+        assert not any("lm" in file.parts for file in imported_files(path, COMMON)), path
 
 
 def test_no_circles():

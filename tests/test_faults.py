@@ -204,10 +204,10 @@ EXCESS = "import torch; torch.empty(2**60, dtype=torch.uint8)"
 
 # What happens: (script of the default run, case, exit code, where a signal is sent or a statement runs, the output).
 FAULTS = {
-    "between steps": (None, 1, -9, at("common.logging", "Run.stop_requested", 3), ""),
+    "between steps": (None, 1, -9, at("common.run", "Run.stop_requested", 3), ""),
     "optimizer step": ("ilql", 3, -9, at(*STEP), ""),
-    "logging": ("sft", 3, -9, at("common.logging", "Run.append", 6), ""),
-    "evaluation": (None, 3, -9, at("common.logging", "Run.samples", 2), ""),
+    "logging": ("sft", 3, -9, at("common.run", "Run.append", 6), ""),
+    "evaluation": (None, 3, -9, at("common.run", "Run.samples", 2), ""),
     "model of a checkpoint": ("ppo", 2, -9, at("safetensors.torch", "save_file", 5, tear=True), ""),
     "two interrupts": ("sft", 7, 130, at(*STEP, signal=TWICE), ""),
     "an error in an update": (
@@ -218,10 +218,10 @@ FAULTS = {
         "the last step on disk is in run/checkpoints/step_",
     ),
     "no memory": ("sft", 65, 2, at(*STEP, signal=EXCESS), "out of memory: lower --micro-batch-size"),
-    "a full disk in a line": ("sft", 77, 1, at("common.logging", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
-    "a full disk at the export": ("sft", 21, 2, at("common.logging", "Run.finish", 1, signal=NO_ROOM), "too large"),
+    "a full disk in a line": ("sft", 77, 1, at("common.run", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
+    "a full disk at the export": ("sft", 21, 2, at("common.run", "Run.finish", 1, signal=NO_ROOM), "too large"),
 }
-REWARD = {"reward": ("ppo", 3, -9, at("common.cli", "call_reward", 5), "")}
+REWARD = {"reward": ("ppo", 3, -9, at("common.functions", "call_reward", 5), "")}
 REWARDED = "ppo", "grpo", "ddpo"
 
 
@@ -340,8 +340,8 @@ def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(algo, run, again, t
 # ---- Errors of functions ---------------------------------------------------------------------------------------------
 
 MEASURED = "ppo", "grpo", "ilql", "sft", "dpo", "ddpo"  # with --metric
-FAILURES = table({"evaluation": ("sft", 29, ("common.cli", "call_metric", 3))}, MEASURED)
-FAILURES += table({"reward": ("ppo", 29, ("common.cli", "call_reward", 5))}, REWARDED)
+FAILURES = table({"evaluation": ("sft", 29, ("common.functions", "call_metric", 3))}, MEASURED)
+FAILURES += table({"reward": ("ppo", 29, ("common.functions", "call_reward", 5))}, REWARDED)
 
 
 @pytest.mark.parametrize(("algo", "place"), FAILURES)
@@ -357,8 +357,8 @@ def test_an_error_between_updates_loses_nothing(algo, place, run, again, tmp_pat
     lacks_evaluation = "call_metric" in place
     assert (state["evaluated"] < state["step"] // every * every) == lacks_evaluation
     if lacks_evaluation:  # which is repeated: a signal ends it, and a kill behind it leaves its lines
-        run(algo, "--save-every", "1000", expect=143, patch=at("common.cli", "call_metric", 1, signal=TERM))
-        run(algo, "--save-every", "1000", expect=-9, patch=at("common.logging", "Run.stop_requested", 1))
+        run(algo, "--save-every", "1000", expect=143, patch=at("common.functions", "call_metric", 1, signal=TERM))
+        run(algo, "--save-every", "1000", expect=-9, patch=at("common.run", "Run.stop_requested", 1))
         steps = [line["step"] for line in lines(tmp_path / "run/metrics.jsonl")]
         assert steps[-2:] == [state["step"]] * 2
     again(algo, "--save-every", "1000")
@@ -366,7 +366,7 @@ def test_an_error_between_updates_loses_nothing(algo, place, run, again, tmp_pat
 
 def test_ten_minutes_are_lost_at_most(scripts, work, tmp_path):
     """SAVE_SECONDS, here none; --save-every 0 switches them off."""
-    patch = f"{HERE}import common.logging as l\nl.SAVE_SECONDS = 0"
+    patch = f"{HERE}import common.run as l\nl.SAVE_SECONDS = 0"
     saved = {}
     for every in "1000", "0":
         argv = command(work, "sft", every, "--save-every", every, "--keep-checkpoints", "99")
@@ -408,7 +408,7 @@ SIGNALS = {  # (default script, case, exit code, signal, where)
     "the first iteration": ("ppo", 6, 143, TERM, ("torch.optim", "AdamW.step", 3)),  # of ppo it has four steps
     "a step, interrupt": ("sft", 7, 130, INT, STEP),
     "the export of the best": (None, 8, 143, TERM, ("common.checkpoint", "replacing", 1)),
-    "the end": (None, 8, 0, TERM, ("common.logging", "Run.finish", 1)),  # after the last step, it ends as without
+    "the end": (None, 8, 0, TERM, ("common.run", "Run.finish", 1)),  # after the last step, it ends as without
 }
 
 
@@ -435,7 +435,7 @@ def test_a_signal_saves_and_names_the_command(algo, code, which, place, scripts,
 @by_default("sft")
 def test_a_signal_before_the_first_step_leaves_nothing(algo, place, which, run, tmp_path):
     code = -TERM if (place, which) == ("Run.__init__", TERM) else 128 + which
-    process = run(algo, expect=code, patch=at("common.logging", place, 1, signal=which))
+    process = run(algo, expect=code, patch=at("common.run", place, 1, signal=which))
     assert process.err == "" and "stopping" not in process.out
     said = process.out.endswith("stopped; there was no checkpoint yet, so nothing is kept\n")
     assert said == (place == "Run.samples")  # before that, nothing has been shown

@@ -17,7 +17,9 @@ import yaml
 from helpers import INF, NAN
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
-from common.cli import ROOT, InputError, cli, from_task, parse
+from common.cli import cli, from_task, parse
+from common.errors import InputError
+from common.functions import ROOT
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
 each_script = pytest.mark.parametrize("algo", SCRIPTS)

@@ -10,9 +10,9 @@ from helpers import close, random
 from torch import nn
 from torch.testing import assert_close
 
-from common import scoring
-from common.model import has_plain_output
-from common.scoring import in_chunks, token_logprobs, token_nll
+from common.lm import logprobs as scoring
+from common.lm.logprobs import in_chunks, token_logprobs, token_nll
+from common.lm.structure import has_plain_output
 
 V, H, N = 25, 12, 7  # words as of build_model, width, rows
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0, 11], [1, 2, 11, 20, 6, 22, 13, 3], [5, 5, 1, 0, 9, 14, 7, 2]])

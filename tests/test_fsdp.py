@@ -26,8 +26,9 @@ from test_adapters import NAMED, run
 from torch.utils._pytree import tree_flatten
 
 from algos import ddpo
-from common import sampling
-from common.cli import InputError, from_task
+from common.cli import from_task
+from common.errors import InputError
+from common.lm import evaluation
 
 ROLLED = "ppo", "grpo"
 # what `accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP` sets
@@ -125,7 +126,7 @@ def ranks(path):
     torch.optim.AdamW.step = stepped
     fsdp.foreach_all_gather = count("gathered", fsdp.foreach_all_gather)
     fsdp.foreach_reduce = count("reduced", fsdp.foreach_reduce)
-    for module in (sampling, *NAMED.values()):
+    for module in (evaluation, *NAMED.values()):
         if hasattr(module, "unsharded"):
             module.unsharded = functools.partial(within, unsharded=module.unsharded)
     for script in NAMED.values():

@@ -13,9 +13,9 @@ from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.cli import InputError
-from common.model import load_model
-from common.sampling import Responses
+from common.errors import InputError
+from common.lm.evaluation import Responses
+from common.lm.load import load_model
 
 B, R, G = 5, 7, 3
 LENGTHS = [1, 2, 4, 7, 3]

@@ -27,7 +27,7 @@ from test_models import short_ppo, short_sft
 from transformers import GPT2ForSequenceClassification
 
 from benchmarks.tasks import randomwalks
-from common.checkpoint import hub_commit
+from common.identity import hub_commit
 
 SPLITS = {
     "train": [{"prompt": p, "completion": p + "a"} for p in "bcd"],

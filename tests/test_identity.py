@@ -22,9 +22,10 @@ from test_adapters import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
-from common import logging
-from common.checkpoint import UNKNOWN, describe, differences, files_of_flag, identity, imported_files
-from common.cli import InputError, import_file
+from common import run as run_module
+from common.errors import InputError
+from common.functions import import_file
+from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, imported_files
 
 
 def ppo_args(**flags):
@@ -45,7 +46,7 @@ def test_the_files_of_the_users_modules(tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "user.py").write_text(
-        "import json, library, reward, package.inner\nfrom common.data import texts\nf = 1\n"
+        "import json, library, reward, package.inner\nfrom common.rows import texts\nf = 1\n"
     )
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "lib/site-packages"), *sys.path])
     before = {*imported_files()}
@@ -60,6 +61,8 @@ CODE = {  # a file, what is said where it has changed
     "beside.py": "a file that your code imports",
     "common/seeding.py": "common/seeding.py",
     "common/new.py": "common/new.py",
+    "common/lm/sampling.py": "common/lm/sampling.py",
+    "common/lm/new.py": "common/lm/new.py",
 }
 
 
@@ -69,7 +72,7 @@ def test_a_changed_byte_of_the_code_is_another_run(tmp_path, monkeypatch):
     shutil.copy(ROOT / "algos/ppo.py", tmp_path)
     (tmp_path / "beside.py").touch()
     monkeypatch.setitem(sys.modules, "beside", SimpleNamespace(__file__=str(tmp_path / "beside.py")))
-    monkeypatch.setattr("common.checkpoint.ROOT", tmp_path)
+    monkeypatch.setattr("common.identity.ROOT", tmp_path)
     for name, said in CODE.items():
         before = identity(ppo_args(), tmp_path / "ppo.py")
         with open(tmp_path / name, "ab") as file:
@@ -378,11 +381,11 @@ def test_an_older_checkpoint_continued_in_place_deletes_nothing_until_it_has_one
     before = files(folder)
     again = {"total_steps": 6, "save_every": 0, "eval_every": 0, "resume": str(folder / "checkpoints/step_00000002")}
     with pytest.raises(ZeroDivisionError):
-        with patch.object(logging.Run, "lap", lambda run, part: 1 / 0):
+        with patch.object(run_module.Run, "lap", lambda run, part: 1 / 0):
             run(sft, gpt2_dir, folder, **again)
     assert files(folder) == before
     with pytest.raises(KeyboardInterrupt):
-        with patch.object(logging.Run, "save", Mock(side_effect=[None, KeyboardInterrupt])):
+        with patch.object(run_module.Run, "save", Mock(side_effect=[None, KeyboardInterrupt])):
             run(sft, gpt2_dir, folder, **again)
     assert {path for path in before if "step_" in str(path)} <= {*files(folder)}
     run(sft, gpt2_dir, folder, **again)
@@ -396,7 +399,7 @@ def test_a_run_continued_elsewhere_has_one_history(gpt2_dir, tmp_path):
     run(sft, gpt2_dir, source, total_steps=2)
     again = {"total_steps": 6, "save_every": 0, "eval_every": 0, "resume": str(source)}
     with pytest.raises(KeyboardInterrupt):
-        with patch.object(logging.Run, "save", Mock(side_effect=[None, KeyboardInterrupt])):
+        with patch.object(run_module.Run, "save", Mock(side_effect=[None, KeyboardInterrupt])):
             run(sft, gpt2_dir, tmp_path / "new", **again)
     assert [record["step"] for record in log(tmp_path / "new")] == [3, 4]
     run(sft, gpt2_dir, source, total_steps=4, resume=str(source))

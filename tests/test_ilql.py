@@ -17,8 +17,8 @@ from torch import nn
 
 from algos import ilql
 from benchmarks.tasks import randomwalks
-from common import scoring
-from common.cli import InputError
+from common.errors import InputError
+from common.lm import logprobs
 
 V = 11  # of the pure functions; that of the models is 25
 SETTINGS = {"gamma": 0.9, "tau": 0.8, "cql_scale": 0.3, "awac_scale": 0.7, "awac_beta": 0.6, "awac_clip": 0.8}
@@ -216,7 +216,7 @@ def weighted_sum(terms):
 def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two_qs, plain_output):
     """And their gradients, of which the weight of imitation and the targets have none. No more than 3 rows of Q are
     computed at a time."""
-    monkeypatch.setattr(scoring, "CHUNK", 3 * 25 + 7)
+    monkeypatch.setattr(logprobs, "CHUNK", 3 * 25 + 7)
     chunks = recorded(monkeypatch, ilql, "cql_loss")
     policy = make_policy(build_model(name, torch.float64), two_qs)
     policy.lm.plain_output = plain_output

@@ -13,9 +13,9 @@ from test_ilql import ARGS, BIGRAMS, DIALOGUES, EPISODES, IDS, LOSSES, SETTINGS,
 from transformers import AutoModelForCausalLM
 
 from algos import ilql
-from common import sampling
-from common.cli import InputError
-from common.seeding import draw
+from common.errors import InputError
+from common.lm import sampling
+from common.lm.sampling import draw
 
 PROMPTS = [{"prompt": prompt} for prompt in ("b", "cde", "fghij", "k", "nopq")]
 

@@ -32,8 +32,12 @@ from transformers import AutoTokenizer
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import arithmetic, shapes
-from common.cli import InputError, Stopped, call_function, call_metric, call_reward, cli, load_function
-from common.data import encode_prompts, load_rows, pair_texts, row_segments
+from common.cli import cli
+from common.errors import InputError, Stopped
+from common.functions import call_function, call_metric, call_reward, load_function
+from common.lm.chat import pair_texts, row_segments
+from common.lm.tokens import encode_prompts
+from common.rows import load_rows
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
 EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"

@@ -15,8 +15,9 @@ from helpers import EOS, log, pad_is_eos, recorded, rolled, same_run, trained_id
 
 from algos import ppo, sft
 from common import seeding
-from common.cli import call_reward, from_task
-from common.model import load_model
+from common.cli import from_task
+from common.functions import call_reward
+from common.lm.load import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
 

@@ -15,10 +15,10 @@ import torch
 from harness import BIN, ROOT
 from torch.nn.attention import SDPBackend
 
-from common import launch
-from common.cli import InputError
+from common import errors, launch
+from common.errors import InputError
 from common.launch import on_each, on_main, set_threads
-from common.logging import closes_run
+from common.run import closes_run
 
 PLAIN = SimpleNamespace(no_sync=nullcontext, distributed_type="NO", device=torch.device("cpu"), num_processes=1)
 
@@ -212,7 +212,7 @@ class Odd(Exception):
 
 def test_an_error_of_the_model_is_no_error_of_the_user():
     """Its state is not saved: `say_what_is_kept` asks for shared_errors."""
-    for error, of_user in (FloatingPointError("numpy's"), True), (launch.NotFinite("logits"), False), (Odd(), True):
+    for error, of_user in (FloatingPointError("numpy's"), True), (errors.NotFinite("logits"), False), (Odd(), True):
         with pytest.raises(Exception) as raised:
             on_each(None, Mock(side_effect=error))
         assert raised.value is error and (error in launch.shared_errors) is of_user

@@ -27,8 +27,9 @@ from helpers import log, pad_more, recorded, same_record, same_run, samples
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
-from common import checkpoint
-from common.logging import Run
+from common import checkpoint, identity
+from common import run as run_module
+from common.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
@@ -158,7 +159,7 @@ def play(job):
         if flags.get(name) in globals():
             flags[name] = globals()[flags[name]]
     with pytest.MonkeyPatch.context() as context, ExitStack() as stack:
-        context.setattr(checkpoint, "imported_files", lambda: [])  # pytest has loaded other files than torchrun
+        context.setattr(identity, "imported_files", lambda: [])  # pytest has loaded other files than torchrun
         for name in job.get("patches", ()):
             stack.enter_context(PATCHES[name](context, script, job))
         with suppress(Stop):
@@ -241,7 +242,7 @@ def witness(context, script, job):
         states.append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
         return pack_state(model, optimizer, frozen, settings, **state)
 
-    context.setattr(checkpoint, "pack_state", keep_state)
+    context.setattr(run_module, "pack_state", keep_state)
     yield
     metrics = []
     for (_, step, found), _ in iterations + evaluations:
@@ -488,7 +489,7 @@ def test_a_process_that_ends_early_ends_the_others_and_the_run_goes_on(
     run = tmp_path / "run"
     failed = start(2, [job(algo, run, "fault", **SHARES) | {"how": how, "rank": rank}], tmp_path)
     assert failed.returncode != 0 and printed in failed.stdout + failed.stderr
-    _, state = checkpoint.newest_checkpoint(run, lambda text: pytest.fail(text))
+    state = checkpoint.read_checkpoint(next(iter(checkpoint.checkpoints_of(run))))
     assert 0 < state["step"] < log(whole)[-1]["step"]
     done = start(2, [job(algo, run, **SHARES)], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from helpers import NAN, close, random, tensor
 from algos import ppo, sft
 from common import seeding
 from common.cli import OptimizerArgs
-from common.sampling import Responses
+from common.lm import sampling
+from common.lm.evaluation import Responses
 
 B, R, V = 5, 7, 11
 
@@ -201,14 +202,14 @@ def test_rng_is_pinned():
 
 
 def test_uniforms_are_keyed_by_the_global_row():
-    whole = seeding.uniforms(1, "rollout", 3, range(11), 7)
+    whole = sampling.uniforms(1, "rollout", 3, range(11), 7)
     assert whole.shape == (11, 7) and whole.dtype == torch.float64
     assert whole.min() >= 0 and whole.max() < 1 and len(whole.unique()) == 77
-    assert torch.equal(seeding.uniforms(1, "rollout", 3, [9, 2, 2], 7), whole[[9, 2, 2]])
-    assert torch.equal(seeding.uniforms(1, "rollout", 3, [5], 4), whole[5:6, :4])  # nor by the width
-    assert not torch.equal(seeding.uniforms(1, "rollout", 4, range(11), 7), whole)
-    assert seeding.uniforms(1, "rollout", 3, [], 7).shape == (0, 7)
-    many = seeding.uniforms(1, "eval", 0, range(200), 50)  # standard errors: 0.0029 and 0.0030
+    assert torch.equal(sampling.uniforms(1, "rollout", 3, [9, 2, 2], 7), whole[[9, 2, 2]])
+    assert torch.equal(sampling.uniforms(1, "rollout", 3, [5], 4), whole[5:6, :4])  # nor by the width
+    assert not torch.equal(sampling.uniforms(1, "rollout", 4, range(11), 7), whole)
+    assert sampling.uniforms(1, "rollout", 3, [], 7).shape == (0, 7)
+    many = sampling.uniforms(1, "eval", 0, range(200), 50)  # standard errors: 0.0029 and 0.0030
     assert abs(many.mean() - 0.5) < 0.012 and abs((many < 0.1).double().mean() - 0.1) < 0.012
 
 

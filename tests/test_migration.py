@@ -19,7 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.tasks import arithmetic
 
 PAGE = ROOT / "algos/MIGRATION.md"
-COMMON = [path.stem for path in (ROOT / "common").glob("[a-z]*.py")]
+COMMON = {path.stem: "common" for path in (ROOT / "common").glob("[a-z]*.py")}  # {file: its folder}
+COMMON |= {path.stem: "common.lm" for path in (ROOT / "common/lm").glob("[a-z]*.py")}
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 
@@ -67,7 +68,8 @@ def test_every_seed_name_has_a_row():
 
 def test_rows_are_true_of_the_scripts():
     seeds = seed_names()
-    common = SimpleNamespace(**{name: importlib.import_module(f"common.{name}") for name in COMMON})
+    modules = {name: importlib.import_module(f"{folder}.{name}") for name, folder in COMMON.items()}
+    common = SimpleNamespace(**modules)
     for where, section, names, here, note in page_rows():
         spans = re.findall(r"`([^`]+)`", here)
         assert spans or (here == "gone" and note), f"{where}: {here!r}"

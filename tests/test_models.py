@@ -17,8 +17,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
-from common.cli import InputError, OptimizerArgs, from_task
-from common.model import as_decoder, classifier_ids, end_tokens, load_model, max_positions
+from common.cli import OptimizerArgs, from_task
+from common.errors import InputError
+from common.lm.classifier import classifier_ids
+from common.lm.load import load_model
+from common.lm.structure import as_decoder, end_tokens, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])

@@ -6,7 +6,7 @@ Resuming with an optimizer of one's own: checkpoints of common/checkpoint.py kee
 import torch
 from torch import nn
 
-from common import checkpoint as ckpt
+from common import checkpoint
 
 
 class Normalised(torch.optim.Optimizer):
@@ -46,18 +46,18 @@ def made():
 
 def test_an_optimizer_without_epsilon_that_counts_in_its_groups_continues_exactly(tmp_path):
     model, optimizer = made()
-    first = ckpt.settings_of(optimizer)
+    first = checkpoint.settings_of(optimizer)
     trained(model, optimizer, 3)
-    frozen = ckpt.frozen_weights(model)
-    files, state = ckpt.pack_state(model, optimizer, frozen, first, step=3, best_step=None, run={})
+    frozen = checkpoint.frozen_weights(model)
+    files, state = checkpoint.pack_state(model, optimizer, frozen, first, step=3, best_step=None, run={})
     assert state["optimizer_settings"] == [{"steps": 3}]
-    ckpt.write_checkpoint(tmp_path, files, state, 1)
+    checkpoint.write_checkpoint(tmp_path, files, state, 1)
     expected = trained(model, optimizer, 2)
 
     model, optimizer = made()
     path = tmp_path / "checkpoints/step_00000003"
-    state = ckpt.read_checkpoint(path)
-    ckpt.unpack_state(path, state, model, optimizer, ckpt.frozen_weights(model))
+    state = checkpoint.read_checkpoint(path)
+    checkpoint.unpack_state(path, state, model, optimizer, checkpoint.frozen_weights(model))
     assert optimizer.param_groups[0]["steps"] == 3
     assert torch.equal(trained(model, optimizer, 2), expected)
     assert expected.isfinite().all()

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import ppo
 from benchmarks.tasks import randomwalks
-from common.model import RewardModel, blocks, freeze
+from common.lm.classifier import RewardModel
+from common.lm.structure import blocks, freeze
 
 LAYERS = 3
 SIZES = {"hidden_size": 12, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 32}

@@ -155,7 +155,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
     """The first run ends with its first step, as if it had been killed behind its checkpoint."""
     flags = ["--lora-r", 3, "--lr", "1e-3", "--save-every", 1]
     run("sft", tmp_path / "whole", *flags)
-    stop = "from common.logging import Run\nsave = Run._save\n"
+    stop = "from common.run import Run\nsave = Run._save\n"
     stop += "Run._save = lambda run: (save(run), __import__('os')._exit(9))\n"
     words = ["algos/sft.py", "--model", f"{TASK}:model", *SETTINGS["sft"].split(), "--threads", "1"]
     words += ["--micro-batch-size", "3", "--run-dir", str(tmp_path / "run"), *map(str, flags)]

@@ -29,12 +29,14 @@ from transformers import GenerationMixin
 
 from algos import dpo, sft
 from benchmarks.tables import by_step
-from common import logging as report
-from common import terminal
-from common.checkpoint import environment
+from common import report
+from common import run as run_module
 from common.cli import parse
-from common.data import encode_prompts
-from common.logging import Run, draw_curves
+from common.identity import environment
+from common.lm import load
+from common.lm.tokens import encode_prompts
+from common.report import draw_curves
+from common.run import Run
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
 
@@ -410,7 +412,7 @@ def test_the_reference_of_dpo_in_samples_and_metric(whole, typed, monkeypatch):
         calls.append(ref_output)
         return {"longer": [float(len(output)) for output in outputs]}
 
-    monkeypatch.setattr("common.data.load_function", lambda spec, flag: spec and beats)
+    monkeypatch.setattr("common.rows.load_function", lambda spec, flag: spec and beats)
     typed("dpo", "--total-steps 1 --run-dir run --reference-free")
     assert calls == [references] * 2
 
@@ -458,7 +460,7 @@ def in_terminal(shell, cwd):
 
 DRAWN = """import sys
 sys.path.insert(0, {root!r})
-from common.terminal import screen
+from common.report import screen
 screen.start()
 screen.headline = "3/8"
 screen.show("sampling", 8)
@@ -490,21 +492,21 @@ def test_a_table_loses_no_letter(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     chat = "<|im_start|>user\\nWhat is 46 + 3?<|im_end|>\\n<|im_start|>assistant\\n"
     row = {"prompt": chat, "output": "4" * 90, "right": 0.5, "length": 17.0, "format": 1.0, "reward": 0.123456}
-    lines_of_row = terminal.table_of([row]).splitlines()[3:]
+    lines_of_row = report.table_of([row]).splitlines()[3:]
     width = lines_of_row[0].index("4")  # where the second column begins
     assert "".join(line[:width].strip() for line in lines_of_row).replace(" ", "") == chat.replace(" ", "")
     assert "".join(lines_of_row).count("4") == 90 + 1 and max(map(len, lines_of_row)) <= 80
     assert lines_of_row[0].split()[-4:] == ["0.5", "17", "1", "0.123"]
     words = "several words that need more than a line"
-    assert {*words.split()} <= {*terminal.table_of([{"prompt": words, "output": "z" * 300}], width=40).split()}
+    assert {*words.split()} <= {*report.table_of([{"prompt": words, "output": "z" * 300}], width=40).split()}
 
 
 def test_the_time_left_is_of_later_iterations(monkeypatch, capsys):
     """Here loading and the first evaluation take 100 s, the first iteration 50 s and the others 10 s each. Only the
     first estimate is that of the first iteration."""
     clock = [0.0]
-    monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(report, "seed_libraries", lambda seed: None)
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run_module, "seed_libraries", lambda seed: None)
     run = Run.__new__(Run)
     run.args = SimpleNamespace(check=False, seed=1)
     run.kept = SimpleNamespace(iteration=3)  # it continues
@@ -581,7 +583,7 @@ CARD = """# my/model trained by ppo.py on length
 def test_a_card(monkeypatch):
     names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
     newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
-    table = textwrap.indent(terminal.table_of(newest, width=terminal.WIDEST), "    ")
+    table = textwrap.indent(report.table_of(newest, width=report.WIDEST), "    ")
     card = report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)")
     parts = CARD, f"## Samples\n\n{table}\n", "## Use\n\n```python\nprint(1)\n```\n"
     parts += (
@@ -603,9 +605,9 @@ NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x
 
 def test_samples_and_names_of_columns_are_no_markup():
     """What a model writes is shown as it is, but for the middle of long texts; control characters are written out."""
-    text = terminal.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=terminal.WIDEST)
+    text = report.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=report.WIDEST)
     assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
-    cells = [terminal.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
+    cells = [report.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
     assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]
     for text in NASTY:
         shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
@@ -627,7 +629,7 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, letters, build_model, t
         part.save_pretrained(tmp_path)
     _, (ids,) = encode_prompts([{"prompt": [user("bc")]}], letters, 3, 32, "--dataset")
     assert ids == letters.convert_tokens_to_ids(["<bos>", *"ubcs"])
-    prompt, usage = report.lines_of_use(lm, letters, ids)
+    prompt, usage = load.lines_of_use(lm, letters, ids)
     assert ("add_special_tokens=False" in usage) == (not adds_bos)  # else the tokenizer writes it
     seen = []
     generate = GenerationMixin.generate

@@ -16,10 +16,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from algos import reward
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.cli import InputError
-from common.data import encode_prompts, int32
-from common.model import RewardModel, classifier_logits
-from common.sampling import Prompts
+from common.errors import InputError
+from common.lm.classifier import RewardModel, classifier_logits
+from common.lm.evaluation import Prompts
+from common.lm.tokens import encode_prompts, int32
 
 WIDTH = 12
 PAIRS = [

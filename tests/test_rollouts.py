@@ -18,7 +18,7 @@ from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
-from common.cli import InputError
+from common.errors import InputError
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"

@@ -21,10 +21,13 @@ from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
 from algos import ddpo, dpo, ilql, reward, sft
-from common.cli import InputError, load_function
-from common.data import chat_text, encode_prompts, int32, load_rows, load_sets, pair_texts, read_rows
-from common.model import classifier_ids
-from common.sampling import Prompts
+from common.errors import InputError
+from common.functions import load_function
+from common.lm.chat import chat_text, pair_texts
+from common.lm.classifier import classifier_ids
+from common.lm.evaluation import Prompts
+from common.lm.tokens import encode_prompts, int32
+from common.rows import load_rows, load_sets, read_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 AB = user("ab")

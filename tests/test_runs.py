@@ -40,7 +40,7 @@ def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work,
 PLAN = """
 import sys
 sys.path.insert(0, {root!r})
-from common.logging import Run
+from common.run import Run
 planned = Run.log_evaluation
 def log_evaluation(run, step, metrics):
     planned(run, step, metrics | {{run.headline: {plan}.get(step, 9.0)}})
@@ -64,7 +64,7 @@ def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     if how:
         scripts.run(command(work, "sft", "run", "--keep-checkpoints", "9"), tmp_path, patch=patch)
     else:
-        kill = at("common.logging", "Run.stop_requested", 13)
+        kill = at("common.run", "Run.stop_requested", 13)
         scripts.run(command(work, "sft", "run", *longer), tmp_path, expect=-9, patch=patch + kill)
     argv = once([*command(work, "sft", "run", *longer), *how])
     scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))

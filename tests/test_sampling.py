@@ -17,12 +17,13 @@ from helpers import EOS, PAD, pad_is_eos
 from test_seq2seq import random_seq2seq
 
 from algos import ppo
-from common import sampling
-from common.launch import NotFinite
-from common.model import as_decoder
-from common.sampling import Responses, add_ids, decode, generate_all, sample, stopped, text_arguments, texts_behind
-from common.seeding import draw
-from common.seeding import uniforms as keyed_uniforms
+from common.errors import NotFinite
+from common.lm import sampling
+from common.lm.evaluation import Responses, generate_all, text_arguments
+from common.lm.sampling import add_ids, draw, sample
+from common.lm.sampling import uniforms as keyed_uniforms
+from common.lm.structure import as_decoder
+from common.lm.tokens import decode, stopped, texts_behind
 
 GRID = 4001
 HYBRID = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -16,7 +16,7 @@ from harness import ALGOS, ROOT, SETTINGS, at, launch, same, torchrun
 from helpers import log, pad_is_eos, same_run
 from transformers import AutoTokenizer
 
-from common.cli import import_file
+from common.functions import import_file
 
 
 class Script:
@@ -155,7 +155,8 @@ def test_two_processes_change_nothing(script, work, base, tmp_path):
 
 
 PADDED = f"sys.path.append({str(ROOT / 'tests')!r}); import helpers; helpers.pad_more()\n"
-MASK = "import algos.ppo, common.data; common.data.pad_rows = algos.ppo.pad_rows\n"  # which the script then imports
+# which the script then imports
+MASK = "import algos.ppo, common.lm.tokens as tokens; tokens.pad_rows = algos.ppo.pad_rows\n"
 
 
 def test_what_stands_in_padding_changes_nothing(script, run, base, work, tmp_path):
@@ -172,7 +173,7 @@ def test_what_stands_in_padding_changes_nothing(script, run, base, work, tmp_pat
 def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp_path):
     script.needs_common()
     place = 5 if script.kind in ("ppo", "grpo", "ddpo") else 9
-    run(expect=-9, folder=tmp_path, patch=at("common.logging", "Run.stop_requested", place))
+    run(expect=-9, folder=tmp_path, patch=at("common.run", "Run.stop_requested", place))
     same(run(folder=tmp_path), base)
 
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from test_adapters import DATA, run
 
 from algos import ddpo, ppo, reward, sft
-from common.cli import InputError
+from common.errors import InputError
 
 
 class Bomb:

@@ -21,10 +21,11 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
-from common import sampling
-from common.cli import InputError, OptimizerArgs
-from common.model import as_decoder, freeze
-from common.scoring import first_label
+from common.cli import OptimizerArgs
+from common.errors import InputError
+from common.lm import evaluation, tokens
+from common.lm.structure import as_decoder, freeze
+from common.lm.tokens import first_label
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
 T5 |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 9, "dropout_rate": 0.3}
@@ -223,7 +224,7 @@ def test_the_top_block_is_the_decoders():
 
 
 def test_an_encoder_answers_once():
-    prompts = sampling.Prompts([], {}, reward=None, metric=None, rollout=length)
+    prompts = evaluation.Prompts([], {}, reward=None, metric=None, rollout=length)
     with pytest.raises(InputError, match="--rollout does not work"):
         prompts.encode(random_seq2seq("t5"), None, 5, None, 4)
 
@@ -251,7 +252,7 @@ def greedy(lm, folder, pairs):
 def test_sft(monkeypatch, run, folder, pairs, lora_r):
     """The loss is transformers' own; samples of the evaluation are what its generate makes of the export, which goes
     on in another run. An adapter loads in plain transformers."""
-    decoded = recorded(monkeypatch, sampling, "decode")
+    decoded = recorded(monkeypatch, evaluation, "decode")
     flags = {"dataset": ROWS, "eval_dataset": ROWS, "metric": length, "eval_every": 1, "eval_temperature": 0}
     flags |= {"max_new_tokens": 6, "lora_r": lora_r}
     metrics, run_dir, model = run(sft, total_steps=3, **flags)
@@ -305,7 +306,7 @@ def test_ilql(monkeypatch, run, folder, pairs):
         return losses(model, *args)
 
     monkeypatch.setattr(ilql, "ilql_losses", kept)
-    decoded = recorded(monkeypatch, sampling, "decode")
+    decoded = recorded(monkeypatch, evaluation, "decode")
     betas = (0.0, 3.0)
     flags = {"dataset": REWARDED, "eval_dataset": REWARDED, "metric": length, "betas": betas, "eval_temperature": 0}
     flags |= {"awac_beta": 0.7, "normalize_rewards": False, "eval_every": 1, "max_new_tokens": 6, "cql_scale": 0.3}
@@ -340,7 +341,7 @@ def test_what_it_writes_is_a_text_of_its_own():
     tokenizer.clean_up_tokenization_spaces = True
     for apart, text in ((True, "4 ?"), (False, " 4 ?")):
         tokenizer.answers_apart = apart
-        assert sampling.decode(tokenizer, [[2, 1]], [[3, 4, 1]], ()) == [text]
-        responses = sampling.Responses([[3, 4, 1]], [], [], [{"prompt": "what"}])
-        given = sampling.text_arguments(tokenizer, responses, [text])
+        assert tokens.decode(tokenizer, [[2, 1]], [[3, 4, 1]], ()) == [text]
+        responses = evaluation.Responses([[3, 4, 1]], [], [], [{"prompt": "what"}])
+        given = evaluation.text_arguments(tokenizer, responses, [text])
         assert given["samples"] == ["what 4 ?"]

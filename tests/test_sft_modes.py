@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from helpers import PAD
 
-from common.data import collate, line_length, pack
-from common.scoring import split_lines
+from common.lm.tokens import collate, line_length, pack, split_lines
 
 
 @pytest.mark.parametrize(

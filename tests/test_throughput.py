@@ -10,7 +10,7 @@ from harness import ROOT
 from torch.profiler import profile
 
 from algos import ilql
-from common import model, scoring
+from common.lm import logprobs, structure
 
 sys.path.insert(0, str(ROOT / "benchmarks/throughput"))
 
@@ -114,8 +114,8 @@ def test_ilql_copies_no_gradient_of_a_head(monkeypatch, build_model):
     words = 50257
     lm = build_model(n_layer=1, n_embd=48, n_head=3, vocab_size=words, tie_word_embeddings=False)
     lm.transformer.wte.weight.requires_grad_(False)
-    lm.plain_output = model.has_plain_output(lm)
-    monkeypatch.setattr(scoring, "CHUNK", 7 * words)
+    lm.plain_output = structure.has_plain_output(lm)
+    monkeypatch.setattr(logprobs, "CHUNK", 7 * words)
     policy = ilql.PolicyWithQ(lm)
     args = ilql.Args(model="x", dataset="x", gamma=0.99, tau=0.7, awac_beta=1.0, cql_scale=0.1, awac_scale=1.0)
     episodes = [ilql.Episode(list(range(2 + row, 26 + row)), list(range(7, 24)), [0.5] * 17, True) for row in (0, 1)]

@@ -25,10 +25,10 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from common.data import load_rows
 from common.launch import peak_memory_mb
-from common.sampling import decode, sample
-from common.seeding import uniforms
+from common.lm.sampling import sample, uniforms
+from common.lm.tokens import decode
+from common.rows import load_rows
 
 NEW_LINE = "Ċ"  # as the tokenizer's vocabulary spells it
 

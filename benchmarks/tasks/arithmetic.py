@@ -348,8 +348,9 @@ def sample_right(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from common.sampling import decode, sample
-    from common.seeding import stream_rows, uniforms
+    from common.lm.sampling import sample, uniforms
+    from common.lm.tokens import decode
+    from common.seeding import stream_rows
 
     if threads:
         torch.set_num_threads(threads)

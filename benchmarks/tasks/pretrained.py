@@ -28,7 +28,7 @@ sys.path += [str(HERE), str(HERE.parents[1])]  # for characters.py and common/
 
 from characters import made_once  # noqa: E402
 
-from common.cli import InputError  # noqa: E402
+from common.errors import InputError  # noqa: E402
 
 INSTALL = "pip install --no-deps -r benchmarks/tasks/pretrained/requirements.txt"
 
@@ -229,9 +229,9 @@ def write_reviews() -> None:
     """Samples COPIES reviews of 16 tokens for each beginning of both splits at temperature 1, and scores them."""
     from transformers import AutoTokenizer
 
-    from common.model import load_decoder
-    from common.sampling import decode, sample
-    from common.seeding import uniforms
+    from common.lm.load import load_decoder
+    from common.lm.sampling import sample, uniforms
+    from common.lm.tokens import decode
 
     lm = load_decoder(model())
     tokenizer = AutoTokenizer.from_pretrained(model())

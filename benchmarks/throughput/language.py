@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from measurement import GPU, ITERATIONS, column, figures, short_run
 
-from common import seeding  # found by way of measurement
+from common.lm import sampling
 from common.seeding import rng, stream_rows
 
 # prompts: of grpo; batch: rows of a step of sft, reward and dpo; length: what all lengths except those of ppo are times
@@ -350,11 +350,11 @@ def given_ids(seed, stream, iteration, places, width):
 def draw_given(logits, ids, temperature, *filters):
     """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms."""
     logits[torch.arange(len(ids), device=ids.device), ids.long()] = CERTAIN
-    return seeding.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
+    return sampling.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
 
 
 def measure_grpo(script, model, flags):
-    from common import sampling
+    from common.lm import sampling
 
     settings = {
         "total_episodes": GROUP_EPISODES * ITERATIONS,

@@ -5,8 +5,11 @@ import torch
 from torch.nn import functional as F
 
 GRAPHS = ("cuda",)  # types of devices whose passes become graphs
+
 ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
+
 newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
+
 capture_stream = None  # of all captures: memory that one stream has freed serves no other
 
 

@@ -1,6 +1,4 @@
-"""The decoding loop of rollouts and evaluations, the sampled texts, and their scores.
-
-Every token is a keyed draw, so a response depends on the seed and on its position among the queries alone."""
+"""Responses to prompts, their texts and scores."""
 
 import math
 from collections.abc import Callable
@@ -8,15 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
-from common.cli import InputError, stop_if
-from common.data import encode_prompts, is_chat, longest_first, marked, pad_rows, row_ends, set_flag, set_prefix
-from common.decoding import GRAPHS, Step, is_plain
-from common.launch import NotFinite, local_rows, on_each, on_main
-from common.model import RewardModel, Seq2Seq, end_tokens, for_sampling, max_positions, turn_end, unsharded
-from common.seeding import draw, rng, seed_libraries, uniforms
-from common.terminal import screen
+from common.errors import InputError, NotFinite, stop_if
+from common.launch import local_rows, on_each, on_main, unsharded
+from common.lm.adapters import for_sampling
+from common.lm.chat import is_chat, turn_end
+from common.lm.classifier import RewardModel
+from common.lm.sampling import sample, uniforms
+from common.lm.structure import end_tokens, max_positions
+from common.lm.tokens import decode, encode_prompts, longest_first, marked, row_ends, stopped
+from common.report import screen
+from common.rows import set_flag, set_prefix
+from common.seeding import rng, seed_libraries
 
 
 @dataclass
@@ -60,146 +61,6 @@ class Prompts:
             if self.chats and self.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
                 screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
         return getattr(self.reward, "model", None)
-
-
-# ---- Decoding --------------------------------------------------------------------------------------------------------
-
-LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-LEAVING_GRAPH = 1 / 2  # the same with graphs, of which every shape needs its own
-LOOK = 1  # tokens after which the loop looks at what was drawn, to see which rows have ended
-LOOK_ON_GPU = 16  # the host has to wait for a GPU each time; what a row draws after its end is dropped
-CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
-
-
-@torch.no_grad()
-def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, top_k=0, top_p=1.0):
-    """Responses to contexts, both lists of ids: at most limits[i] ids, of which the last may be an end token of the
-    model or complete a string of stop. draws: (B, R) float64 uniforms on the device. Rows that have ended leave the
-    batch and the key-value cache a few at a time. NotFinite if logits of a row that goes on are not."""
-    device = draws.device
-    ends = end_tokens(model)
-    responses = [[] for _ in contexts]
-    rows = list(range(len(contexts)))  # those in the batch
-    ended = set()  # those that have ended, which may still be there
-    drawn = []  # (b,) each: the tokens since the last look, -1 where logits were not finite
-    look = LOOK if device.type == "cpu" else LOOK_ON_GPU
-    decoder = Decoder(model, contexts, limits, tokenizer.pad_token_id, device)
-    logits = decoder.read_contexts()
-    for t in range(max(limits)):
-        newest = draw(logits, draws[:, t], temperature, top_k, top_p)
-        drawn.append(torch.where(logits.amax(-1).isfinite(), newest, -1))
-        if len(drawn) == look or t + 1 == max(limits):
-            for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
-                response = responses[row]
-                if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
-                    ended.add(row)
-                if response[-1] == -1:
-                    where = f"response token {len(response)} after the ids {contexts[row]!s:.60}"
-                    raise NotFinite(f"logits are not finite at {where}")
-            drawn = []
-            going = [place for place, row in enumerate(rows) if row not in ended]
-            if not going:
-                break
-            if len(going) <= decoder.leaving * len(rows):
-                screen.advance(len(rows) - len(going))
-                rows = [rows[place] for place in going]
-                places = torch.tensor(going, device=device)
-                draws = draws[places]
-                newest = newest[places]
-                decoder.keep(places)
-        logits = decoder.read(newest)
-    screen.advance(len(rows))
-    return responses
-
-
-class Decoder:
-    """Forward passes over rows that grow by a token in each. A model whose cache is none of the library's own kinds,
-    which rows can leave, reads all tokens in every pass."""
-
-    def __init__(self, model, contexts, limits, pad_id, device):
-        """contexts: lists of ids. limits: how many ids may follow each."""
-        lengths = [len(ids) for ids in contexts]
-        self.model = model
-        self.contexts = contexts
-        self.tokens = pad_rows(contexts, pad_id, begins=lengths, device=device)  # (B, T)
-        self.attention = pad_rows([[1] * length for length in lengths], 0, begins=lengths, device=device)
-        # a row that has ended may stay in the batch for a while: its positions go no further than the model's
-        ends_at = [length + limit for length, limit in zip(lengths, limits, strict=True)]
-        self.last_position = torch.tensor(ends_at, device=device)[:, None] - 1  # (B, 1)
-        self.most_tokens = self.tokens.shape[1] + max(limits)
-        self.num_passes = 0
-        self.cache = None
-        self.step = None  # of a pass as a graph
-        self.leaving = LEAVING  # the share of rows that go on at which the others leave
-
-    def read_contexts(self):
-        """Logits (B, V) behind the contexts. Equal ones, as those of a group are, are read once."""
-        from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
-        number_of = {ids: number for number, ids in enumerate(dict.fromkeys(map(tuple, self.contexts)))}
-        numbers = [number_of[tuple(ids)] for ids in self.contexts]
-        firsts = torch.tensor([numbers.index(number) for number in range(len(number_of))], device=self.tokens.device)
-        output = self.forward(self.tokens[firsts], self.attention[firsts], self.last_position[firsts])
-        cache = getattr(output, "past_key_values", None)
-        if type(cache) in (DynamicCache, EncoderDecoderCache):  # of others rows may be unable to leave
-            self.cache = cache
-            for layer in getattr(cache, "self_attention_cache", cache).layers:
-                if self.tokens.device.type != "cpu":
-                    layer.is_compileable = True  # else transformers waits at every token, to see if a mask has padding
-        numbers = torch.tensor(numbers, device=self.tokens.device)
-        if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
-            self.step = Step(self.model, self.cache, numbers, self.attention, self.last_position, self.most_tokens)
-            self.leaving = LEAVING_GRAPH
-        elif self.cache is not None and len(firsts) < len(numbers):
-            self.cache.reorder_cache(numbers)
-        return output.logits[:, -1][numbers]
-
-    def read(self, newest):
-        """Logits (b, V) behind one more token (b,) of each row in the batch."""
-        if self.step:
-            return self.step(newest)
-        self.tokens = torch.cat([self.tokens, newest[:, None]], 1)
-        self.attention = F.pad(self.attention, (0, 1), value=1)
-        return self.forward(self.tokens, self.attention, self.last_position).logits[:, -1]
-
-    def forward(self, tokens, attention, last_position):
-        """The model's output for what is not in the cache."""
-        positions = (attention.cumsum(1) - 1).clamp(min=0).minimum(last_position)
-        unread = tokens.shape[1] if self.cache is None else 1
-        self.num_passes += 1
-        # an encoder-decoder learns from the number of logits how many of the tokens are the response
-        num_logits = self.num_passes if isinstance(self.model, Seq2Seq) else 1
-        return self.model(
-            input_ids=tokens[:, -unread:], attention_mask=attention, position_ids=positions[:, -unread:],
-            past_key_values=self.cache, use_cache=True, logits_to_keep=num_logits,
-        )  # fmt: skip
-
-    def keep(self, places):
-        """Lets the rows at all other places of the batch leave."""
-        if self.step:
-            self.step.fit(places)
-            return
-        self.tokens = self.tokens[places]
-        self.attention = self.attention[places]
-        self.last_position = self.last_position[places]
-        if self.cache is not None:
-            self.cache.reorder_cache(places)
-
-
-def add_ids(response, ids, context, limit, ends, stop, tokenizer):
-    """Appends ids to a response to the ids in context up to its end: an end token, the token that completes a string of
-    stop, the limit, or -1. Returns whether it has ended."""
-    window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
-    for token in ids:
-        response.append(token)
-        if token in ends or token == -1 or len(response) == limit:
-            return True
-        if stop:
-            text = tokenizer.decode([*context[-CONTEXT:], *response][-window:])
-            # the whole text decides: the window may begin within a character, or before the response
-            if any(part in text for part in ("\ufffd", *stop)) and stopped(tokenizer, [context], [response], stop)[0]:
-                return True
-    return False
 
 
 @dataclass
@@ -289,47 +150,6 @@ def generate_all(
     return Responses(output_ids, trained, ended, rows)
 
 
-# ---- Texts and scores ------------------------------------------------------------------------------------------------
-
-
-def stopped(tokenizer, queries, responses, stops):
-    """Whether each response (ids) contains a stop string."""
-    if not stops:
-        return [False] * len(responses)
-    texts = texts_behind(tokenizer, [query[-CONTEXT:] for query in queries], responses)
-    return [any(stop in text for stop in stops) for text in texts]
-
-
-def texts_behind(tokenizer, queries, responses, **options):
-    """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
-    first token. What an encoder-decoder writes is a text of its own."""
-    if getattr(tokenizer, "answers_apart", False):
-        queries = [[]] * len(queries)
-    options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
-    whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
-    prompts = tokenizer.batch_decode(queries, **options)
-    samples = tokenizer.batch_decode(whole, **options)
-    texts = []
-    for prompt, sample, response in zip(prompts, samples, responses, strict=True):
-        text = sample.removeprefix(prompt)
-        if not sample.startswith(prompt):  # which changes in a longer text
-            text = tokenizer.decode(response, **options)
-        texts.append(text)
-    return texts
-
-
-def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, without special tokens, cut before a stop string and the space ahead of it."""
-    texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
-    # in the ids, since a stop string that is a special token is not in the text
-    with_stop = stopped(tokenizer, queries, responses, stops)
-    for row, text in enumerate(texts):
-        if with_stop[row]:
-            ends = [text.find(stop) for stop in stops if stop in text]
-            texts[row] = text[: min(ends, default=None)].rstrip()
-    return texts
-
-
 def text_arguments(tokenizer, responses, outputs):
     """Keyword arguments of a reward or metric function of texts besides the rows' other columns: lists with one entry
     per row, and the tokenizer."""
@@ -353,9 +173,9 @@ def score_outputs(accelerator, reward, tokenizer, outputs, responses):
         own = reward([given["samples"][row] for row in local], [responses.ended[row] for row in local])
     scores = accelerator.gather(own)[: len(outputs)].tolist()
     score_of = {}
-    for row, sample in enumerate(zip(given["samples"], responses.ended, strict=True)):
+    for row, pair in enumerate(zip(given["samples"], responses.ended, strict=True)):
         # rounding, which depends on the neighbours, would give equal texts different scores
-        scores[row] = score_of.setdefault(sample, scores[row])
+        scores[row] = score_of.setdefault(pair, scores[row])
         if not math.isfinite(scores[row]):
             where = f"{given['prompts'][row]!r:.60} and {outputs[row]!r:.60}"
             raise NotFinite(f"{reward.name}: {scores[row]} for {where}")
@@ -402,3 +222,14 @@ def evaluate_sets(accelerator, model, lm, tokenizer, data, **options):
                 set_samples = [{"set": name} | row for row in set_samples]
             samples += set_samples
     return metrics, samples
+
+
+def log_episodes(run, tokenizer, batch, scores, advantages, count=4):
+    """Writes the first episodes of a rollout to rollouts.jsonl: responses up to the last trained token, with what is
+    not trained in brackets. scores, advantages: (B,)."""
+    for place, (ids, labels, _) in enumerate(batch.examples[:count]):
+        begin = len(batch.queries[place])
+        output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
+        record = {"step": run.step, "prompt": batch.prompts[place], "output": output}
+        record |= {"score": scores[place].item(), "advantage": advantages[place].item()}
+        run.append("rollouts.jsonl", record)

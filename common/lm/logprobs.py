@@ -1,7 +1,6 @@
-"""Log-probabilities of tokens, without all logits in memory at once.
+"""Log-probabilities of tokens: (model(ids).logits / temperature).log_softmax(-1) at the labels.
 
-A line is one row of tokens or, packed, several, padded on the right. What is known of the N tokens that have a label is
-flat, (N,), in the order of the lines."""
+What is known of the N tokens that have a label is flat, (N,), in the order of the lines."""
 
 import itertools
 from contextlib import ExitStack, contextmanager
@@ -11,22 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.data import collate, in_lines, line_length, longest_first, pad_rows
 from common.launch import local_rows, named_weights
-from common.terminal import screen
+from common.lm.structure import forward_replaced
+from common.lm.tokens import collate, first_label, longest_first, pad_rows, pair_length, split_lines
+from common.report import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
+
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
-
-
-def num_labels(labels):
-    """How many of the labels are tokens; the others are -100."""
-    return len(labels) - labels.count(-100)
-
-
-def first_label(labels):
-    """Position of the first token with a label; 1 if there is none."""
-    return next((place for place, label in enumerate(labels) if label != -100), 1)
 
 
 def token_nll(logits, labels):
@@ -103,31 +94,6 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return terms[0], read[0], others
 
 
-def split_lines(accelerator, examples, batch_size, packing=False):
-    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
-    with packing several (`in_lines`). Padded, a micro-batch has no more tokens than batch_size of the longest line;
-    once it is half full, a line of less than 3/4 of its longest begins another one. The lines of all processes are
-    sorted by length and dealt out in turn, as many to each, since all take part in every exchange of gradients."""
-    lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
-    while len(lines) % accelerator.num_processes:
-        ids, *_ = examples[0]
-        lines.append([(ids[:2], [-100, -100], [])])  # a line without labels adds nothing
-    lengths = [line_length(line) for line in lines]
-    budget = batch_size * max(lengths, default=0)
-    micro_batches = []
-    width = 0  # tokens of the longest line of the last micro-batch
-    room = -1  # tokens that still fit into it; the first line begins one
-    for dealt in longest_first(lengths, accelerator.num_processes):
-        length = lengths[dealt[0]]
-        if room < width or (length < 3 / 4 * width and room <= budget / 2):
-            micro_batches.append([])
-            width = length
-            room = budget
-        room -= width
-        micro_batches[-1].append(lines[dealt[accelerator.process_index]])
-    return micro_batches
-
-
 def score_all(accelerator, episodes, micro_batch_size, score):
     """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
     columns = {}
@@ -139,20 +105,6 @@ def score_all(accelerator, episodes, micro_batch_size, score):
             columns[name][places] = values
     # every token is scored by one process and zero in the others: the sum is exact
     return {name: accelerator.reduce(column) for name, column in columns.items()}
-
-
-def pair_length(pair):
-    """Tokens of both texts of a pair (ids of chosen, ids of rejected, what a script has beside them)."""
-    return len(pair[0]) + len(pair[1])
-
-
-def split_rows(accelerator, rows, lengths, packing, batch_size):
-    """This process's share of a batch of row numbers, in micro-batches of at most batch_size. lengths: of all rows."""
-    local = rows[accelerator.process_index :: accelerator.num_processes]
-    own_lengths = [lengths[row] for row in local]
-    if packing:  # texts of any length fill a line
-        own_lengths = [0] * len(local)
-    return [[local[place] for place in places] for places in longest_first(own_lengths, batch_size)]
 
 
 def score_pairs(accelerator, score, pairs, batch_size):
@@ -194,17 +146,3 @@ def in_float32(*modules):
             stack.callback(module._parameters.update, {name: weight})
             module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
         yield
-
-
-@contextmanager
-def forward_replaced(module, compute):
-    """Inside, the module returns compute(its own forward, states)."""
-    forward = module.forward
-    hook = vars(module).get("forward")  # of accelerate
-    module.forward = lambda states: compute(forward, states)
-    try:
-        yield
-    finally:
-        del module.forward  # that of its class is back
-        if hook is not None:
-            module.forward = hook

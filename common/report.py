@@ -1,8 +1,13 @@
-"""What the terminal shows: the progress line, tables, and text that is safe to print."""
+"""What a run shows: the progress line, tables, text that is safe to print, the picture and the card."""
 
 import io
+import itertools
+import math
 import os
 import shutil
+import textwrap
+import warnings
+from statistics import fmean, stdev
 
 from rich import box
 from rich.console import Console
@@ -11,6 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 LONGEST_CELL = 200  # characters of a sample in a table
+
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 
@@ -102,3 +108,73 @@ def printed(grid, width=None):
     sheet = Console(file=io.StringIO(), width=width or min(120, shutil.get_terminal_size().columns))
     sheet.print(grid)
     return sheet.file.getvalue().rstrip()
+
+
+def points(records, name):
+    """[(step, value)] of a metric, without values that are not finite."""
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def change_of(records, samples, name):
+    """How a metric has changed from its first to its last value, in words, or "" without values. Of an evaluated one
+    with the standard error over its rows in samples."""
+    curve = points(records, name)
+    if not curve:
+        return ""
+    said = f"{name} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}"
+    *_, group, column = name.split("/")
+    rows = [row for row in samples if column in row and row.get("set", group) == group and name.startswith("eval/")]
+    before = [row[column] for row in rows if row["step"] == curve[0][0]]
+    after = [row[column] for row in rows if row["step"] == curve[-1][0]]
+    changes = [new - old for new, old in zip(after, before, strict=False)]
+    if len(changes) < 2:
+        return said
+    error = stdev(changes) / math.sqrt(len(changes))
+    if abs(fmean(changes)) <= 2 * error:
+        return f"{said} (no change: within twice its standard error, {error:.2g})"
+    return f"{said} (standard error of the change: {error:.2g})"
+
+
+def draw_curves(records, names, title, path):
+    """Draws metrics of records, the lines of metrics.jsonl: names in their order, then those of evaluations. All sets
+    and betas of a metric share a panel, also with a training metric of that name."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    evaluated = [name for name in itertools.chain(*records) if name.startswith("eval/")]
+    panels = {}
+    for name in dict.fromkeys([*names, *evaluated]):
+        if points(records, name):
+            panels.setdefault(name.rpartition("/")[2].partition("@")[0], []).append(name)
+    # names of metrics and models are not formulas; a letter missing from the font needs no warning
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
+        figure = Figure(figsize=(7, 0.8 + 1.8 * len(panels)), layout="constrained")
+        figure.suptitle(visible(title)[:80], fontsize=11)
+        for place, (label, metrics) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(len(panels), 1, place, ylabel=visible(label))
+            for name in metrics:
+                axes.plot(*zip(*points(records, name), strict=True), label=visible(name), marker=".", linewidth=1)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+        figure.supxlabel("optimizer step")
+        figure.savefig(path, dpi=100)
+
+
+def model_card(env, names, records, samples, usage):
+    """README.md of a run. names: metrics, the headline first. records, samples: of metrics.jsonl, samples.jsonl."""
+    flags = env["flags"]
+    title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
+    numbers = []
+    for name in dict.fromkeys(names):
+        if curve := points(records, name):
+            (first_step, first), (last_step, last) = curve[0], curve[-1]
+            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
+    newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
+    shown = [*newest.values()][:3]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
+    if shown:  # indented, so that nothing in them is markup
+        parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
+    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
+    parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
+    return "\n\n".join(filter(None, parts)) + "\n"

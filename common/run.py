@@ -1,11 +1,10 @@
-"""A run: its directory, metrics, checkpoints, signals, picture and card. Only rank 0 writes. An iteration has one line
-in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail."""
+"""One run: its directory, lock, resuming, signals, metrics, evaluations due and saves. Only rank 0 writes. An iteration
+has one line in metrics.jsonl and its evaluation another, so nothing waits for an evaluation that may fail."""
 
 import contextlib
 import dataclasses
 import fcntl
 import functools
-import itertools
 import json
 import logging
 import math
@@ -13,24 +12,44 @@ import os
 import platform
 import re
 import signal
-import textwrap
 import threading
 import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import torch
 import yaml
 
-from common import checkpoint as ckpt
-from common.cli import InputError, Stopped, flag_of
-from common.data import marked
+from common.checkpoint import (
+    checkpoints_of,
+    export_model,
+    frozen_weights,
+    full_weights,
+    keep_lines,
+    pack_state,
+    read_checkpoint,
+    settings_of,
+    unpack_state,
+    write_checkpoint,
+    write_text,
+)
+from common.errors import InputError, Stopped, flag_of
+from common.identity import (
+    SIZES,
+    describe,
+    differences,
+    digest,
+    environment,
+    has_results,
+    hub_commit,
+    identity,
+    read_identity,
+)
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
+from common.report import change_of, draw_curves, facts_of, model_card, screen, table_of, visible
 from common.seeding import rng, seed_libraries, stream_rows
-from common.terminal import WIDEST, facts_of, screen, table_of, visible
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
@@ -101,7 +120,7 @@ class Run:
         self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
-        self.identity = ckpt.identity(args, script)
+        self.identity = identity(args, script)
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -126,23 +145,23 @@ class Run:
         given = None
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
-            given = next(iter(ckpt.checkpoints_of(named)), named)
+            given = next(iter(checkpoints_of(named)), named)
         if self.args.check:
             return None, given, self._state_of(given), False, False
         folder = self.dir = self._locked_folder()
-        old = ckpt.read_identity(folder)
+        old = read_identity(folder)
         same = old.get("hash") == self.identity["hash"]
         goes_on_here = given is not None and given.resolve().parent == (folder / "checkpoints").resolve()
-        if old and not (same or goes_on_here) and ckpt.has_results(folder):
+        if old and not (same or goes_on_here) and has_results(folder):
             hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
-            lines = "\n  ".join(ckpt.differences(old, self.identity))
+            lines = "\n  ".join(differences(old, self.identity))
             raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
         if same and old.get("finished") and (folder / "hf_model").exists():
             self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
             self.say("to repeat the run, give --resume never")
             return folder, None, {}, True, True
-        for path in ckpt.checkpoints_of(folder):
-            state = ckpt.read_checkpoint(path)
+        for path in checkpoints_of(folder):
+            state = read_checkpoint(path)
             # others are of the run that this one continues, until its first checkpoint replaces them
             if state["run"]["hash"] == self.identity["hash"]:
                 self.say(f"continuing {self.path} from step {state['step']}")
@@ -151,7 +170,7 @@ class Run:
         if given:
             config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
             what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
-            self.say("\n  ".join([what, *ckpt.differences(state["run"], self.identity)]))
+            self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
         return folder, given and given.absolute(), state, False, False
 
     def _state_of(self, given):
@@ -160,7 +179,7 @@ class Run:
             return {}
         if not (given / "state.json").exists():
             raise InputError(f"--resume {given}: there is no such run or checkpoint")
-        state = ckpt.read_checkpoint(given)
+        state = read_checkpoint(given)
         if state["run"]["algo"] != self.identity["algo"]:
             raise InputError(f"--resume {self.args.resume} is of a run of {state['run']['algo']}.py")
         return state
@@ -175,7 +194,7 @@ class Run:
                 folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name[0] != "." for path in folder.iterdir()) and not ckpt.read_identity(folder):
+            if any(path.name[0] != "." for path in folder.iterdir()) and not read_identity(folder):
                 raise OSError("it holds files but no run")
             self.lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,9 +214,9 @@ class Run:
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
-                self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = ckpt.digest(value)
+                self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = digest(value)
         for name, model in models.items():
-            if commit := ckpt.hub_commit(model, self.args.revision if name == "model" else None):
+            if commit := hub_commit(model, self.args.revision if name == "model" else None):
                 self.inputs[flag_of(name)] = commit
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
@@ -214,8 +233,8 @@ class Run:
         card, the headline first. evaluates: whether there is anything to evaluate."""
         self.model = model
         self.optimizer = optimizer
-        self.frozen = ckpt.frozen_weights(pretrained)
-        self.settings = ckpt.settings_of(optimizer)
+        self.frozen = frozen_weights(pretrained)
+        self.settings = settings_of(optimizer)
         self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
@@ -229,7 +248,7 @@ class Run:
             self.kept.best_score = self.kept.best_step = None
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
-            ckpt.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
+            unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
             if self.kept.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.args.track != "off" and self.dir:
@@ -242,23 +261,23 @@ class Run:
         """Makes the directory this run's, just before its first lines are written, on rank 0. Lines of later steps go;
         later checkpoints go when the first one of this run is there."""
         self.begun = True
-        env = self.identity | ckpt.environment(self.accelerator)
+        env = self.identity | environment(self.accelerator)
         env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
         # first: a killed command given again then knows the directory for its own
-        ckpt.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-        sizes = {name: ckpt.describe(value) for name, value in vars(self.args).items() if name in ckpt.SIZES}
-        ckpt.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        write_text(self.dir / "env.json", json.dumps(env, indent=1))
+        sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
+        write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
         step = -1  # nothing of this directory is continued
         if self.checkpoint and self.checkpoint.resolve().parent == (self.dir / "checkpoints").resolve():
             step = self.first_step
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
-            ckpt.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
+            keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
 
     def _start_tracker(self):
         """Starts the tracker of --track, or continues that of this run, on rank 0."""
         from accelerate.tracking import filter_trackers
 
-        if not ckpt.has_results(self.dir):
+        if not has_results(self.dir):
             self._begin()  # a directory with files is then one of a run, also if the tracker cannot start
         name = self.args.track
         self.accelerator.log_with = filter_trackers([name], self.dir)
@@ -279,7 +298,7 @@ class Run:
         what += f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
         what += f"threads of each: {torch.get_num_threads()}"
         flags = self.identity["flags"]
-        defaults = {field.name: ckpt.describe(field.default) for field in dataclasses.fields(args)}
+        defaults = {field.name: describe(field.default) for field in dataclasses.fields(args)}
         changed = [f"{flag_of(name)} {value}" for name, value in flags.items() if value != defaults[name]]
         self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 
@@ -376,8 +395,8 @@ class Run:
         self.saved = time.monotonic()
         state = {"threads": torch.get_num_threads(), "headline": self.headline, "inputs": self.inputs}
         state |= vars(self.kept) | {"run": self.identity}
-        files, state = ckpt.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
-        on_main(self.accelerator, ckpt.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
+        files, state = pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
+        on_main(self.accelerator, write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
         self.saved_step = self.kept.step
         self.checkpoint = self.dir / f"checkpoints/step_{self.saved_step:08d}"
 
@@ -391,7 +410,7 @@ class Run:
         if stopped and not self.checkpoint:
             self.say("stopped; there was no checkpoint yet, so nothing is kept")
         elif stopped:
-            command = ckpt.environment(self.accelerator)["command"]
+            command = environment(self.accelerator)["command"]
             self.say(f"stopped; step {int(self.checkpoint.name[5:])} is saved; to continue: {command}")
         elif self.checkpoint and self.stepped:  # printed behind the traceback
             place = f"{self.path}/checkpoints/{self.checkpoint.name}"
@@ -479,24 +498,14 @@ class Run:
         different = {(row["prompt"], row.get("beta")): row for row in rows}
         self.say(table_of([*different.values()][:3], f"samples at step {step}"))
 
-    def log_episodes(self, tokenizer, batch, scores, advantages, count=4):
-        """Writes the first episodes of a rollout to rollouts.jsonl: responses up to the last trained token, with what
-        is not trained in brackets. scores, advantages: (B,)."""
-        for place, (ids, labels, _) in enumerate(batch.examples[:count]):
-            begin = len(batch.queries[place])
-            output = marked(tokenizer, ids[begin:], [label != -100 for label in labels[begin:]])
-            record = {"step": self.step, "prompt": batch.prompts[place], "output": output}
-            record |= {"score": scores[place].item(), "advantage": advantages[place].item()}
-            self.append("rollouts.jsonl", record)
-
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
         screen.show(f"writing {name}")
-        weights = ckpt.full_weights(lm)
+        weights = full_weights(lm)
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
-        on_main(self.accelerator, ckpt.export_model, lm, weights, tokenizer, self.dir / name, whole)
+        on_main(self.accelerator, export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
         """Exports the model, prints the last lines, writes the card and marks the run as finished. Returns `result`.
@@ -542,97 +551,5 @@ class Run:
         names = [self.headline, *self.shown]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"
         draw_curves(records, names, title, self.dir / "curve.png")
-        ckpt.write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
-        ckpt.write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))
-
-
-# Last lines of a run and of its card: how to load the model and sample from it.
-USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
-print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
-SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
-ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
-print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
-
-
-def points(records, name):
-    """[(step, value)] of a metric, without values that are not finite."""
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
-
-
-def change_of(records, samples, name):
-    """How a metric has changed from its first to its last value, in words, or "" without values. Of an evaluated one
-    with the standard error over its rows in samples."""
-    curve = points(records, name)
-    if not curve:
-        return ""
-    said = f"{name} {curve[0][1]:.3g} -> {curve[-1][1]:.3g}"
-    *_, group, column = name.split("/")
-    rows = [row for row in samples if column in row and row.get("set", group) == group and name.startswith("eval/")]
-    before = [row[column] for row in rows if row["step"] == curve[0][0]]
-    after = [row[column] for row in rows if row["step"] == curve[-1][0]]
-    changes = [new - old for new, old in zip(after, before, strict=False)]
-    if len(changes) < 2:
-        return said
-    error = stdev(changes) / math.sqrt(len(changes))
-    if abs(fmean(changes)) <= 2 * error:
-        return f"{said} (no change: within twice its standard error, {error:.2g})"
-    return f"{said} (standard error of the change: {error:.2g})"
-
-
-def draw_curves(records, names, title, path):
-    """Draws metrics of records, the lines of metrics.jsonl: names in their order, then those of evaluations. All sets
-    and betas of a metric share a panel, also with a training metric of that name."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    evaluated = [name for name in itertools.chain(*records) if name.startswith("eval/")]
-    panels = {}
-    for name in dict.fromkeys([*names, *evaluated]):
-        if points(records, name):
-            panels.setdefault(name.rpartition("/")[2].partition("@")[0], []).append(name)
-    # names of metrics and models are not formulas; a letter missing from the font needs no warning
-    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings(action="ignore"):
-        figure = Figure(figsize=(7, 0.8 + 1.8 * len(panels)), layout="constrained")
-        figure.suptitle(visible(title)[:80], fontsize=11)
-        for place, (label, metrics) in enumerate(panels.items(), start=1):
-            axes = figure.add_subplot(len(panels), 1, place, ylabel=visible(label))
-            for name in metrics:
-                axes.plot(*zip(*points(records, name), strict=True), label=visible(name), marker=".", linewidth=1)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
-        figure.supxlabel("optimizer step")
-        figure.savefig(path, dpi=100)
-
-
-def model_card(env, names, records, samples, usage):
-    """README.md of a run. names: metrics, the headline first. records, samples: of metrics.jsonl, samples.jsonl."""
-    flags = env["flags"]
-    title = f"{flags['model']} trained by {env['algo']}.py on {flags.get('reward') or flags['dataset']}"
-    numbers = []
-    for name in dict.fromkeys(names):
-        if curve := points(records, name):
-            (first_step, first), (last_step, last) = curve[0], curve[-1]
-            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
-    newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
-    shown = [*newest.values()][:3]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
-    if shown:  # indented, so that nothing in them is markup
-        parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
-    parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
-    parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def lines_of_use(lm, tokenizer, ids):
-    """(text of a prompt, usage code) with which the exported tokenizer gives exactly these ids."""
-    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
-    prompt = tokenizer.decode(ids, skip_special_tokens=True)
-    options = ""
-    if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
-        prompt = tokenizer.decode(ids)
-        options = "add_special_tokens=False, "
-    if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
-        options += f"eos_token_id={tokenizer.ends}, "
-    return prompt, usage.replace("OPTIONS", options)
+        write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
+        write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))

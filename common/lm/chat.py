@@ -1,0 +1,233 @@
+"""Rows -> texts, of chats as the template of the tokenizer writes them.
+
+Row 1 shows the form of all rows (algos/README.md, "Rows")."""
+
+import copy
+import itertools
+import json
+import os
+import re
+from contextlib import suppress
+
+from common.errors import InputError
+from common.report import screen
+from common.rows import require_columns, texts
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+SIDES = ("chosen", "rejected")
+
+GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+
+MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
+
+ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
+
+
+def is_chat(rows, columns):
+    """Whether row 1 holds a list of messages in one of the columns."""
+    return any(isinstance(rows[0].get(column), list) for column in columns)
+
+
+def messages_in(row, column):
+    """The messages in a column of a row; none if it is not a list."""
+    return row[column] if isinstance(row.get(column), list) else []
+
+
+def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
+    """The messages as the chat template renders them, with the row's tools: to the end of an answer, or with answering
+    to where one begins (in a last message of the assistant's, but for anew). marked: MARK replaces {% generation %}."""
+    for message in messages if isinstance(messages, list) and messages else [None]:
+        known = isinstance(message, dict) and message.get("role") in ROLES
+        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            form = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
+            raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80}")
+    last = messages[-1]
+    if not answering and last["role"] != "assistant":
+        raise InputError(f"{where}: the last message must be the assistant's")
+    goes_on = answering and not anew and last["role"] == "assistant" and not last.get("tool_calls")
+    try:
+        options = {"tools": row.get("tools"), **(row.get("chat_template_kwargs") or {})}
+        options |= {"add_generation_prompt": answering and not goes_on, "continue_final_message": goes_on}
+        if marked:  # a block, since a newline after a block is dropped
+            template = tokenizer.get_chat_template(tools=options["tools"])
+            options["chat_template"] = GENERATION.sub(rf"{{%\1 if true %}}{MARK}{{% endif \2%}}", template)
+        messages = copy.deepcopy(messages)
+        for call in itertools.chain(*(message.get("tool_calls") or () for message in messages)):
+            function = call.get("function", call)
+            with suppress(TypeError, ValueError, KeyError):  # OpenAI's API gives JSON texts; others, mappings
+                function["arguments"] = json.loads(function["arguments"])
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates raise what they like
+        raise InputError(f"{where}: the chat template cannot render the messages: {error!s:.300}") from None
+
+
+def joined(prompt, answer):
+    """The messages of a prompt and an answer, which goes on in the prompt's last message if that is the assistant's."""
+    if not isinstance(answer, list):
+        answer = [answer]  # for `chat_text` to refuse
+    roles = [message.get("role") for message in (*prompt[-1:], *answer[:1]) if isinstance(message, dict)]
+    if roles != ["assistant", "assistant"] or prompt[-1].get("tool_calls"):
+        return [*prompt, *answer]
+    contents = [message.get("content") or "" for message in (prompt[-1], answer[0])]
+    return [*prompt[:-1], prompt[-1] | answer[0] | {"content": "".join(contents)}, *answer[1:]]
+
+
+def chat_turns(tokenizer, row, where):
+    """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
+    completion's answers, or if it marks nothing, whole messages with the end of their turns."""
+    prompt = row["prompt"] or []
+    completion = row["completion"]
+    messages = joined(prompt, completion)
+    parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
+    begin = len(messages) - len(completion)
+    answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
+    if not answers:
+        raise InputError(f"{where}: the completion is empty")
+
+    def text_before(i, **options):
+        """What stands before answer i; before a first message this may be a system prompt of the template."""
+        before = messages[:i] if i > begin else prompt
+        if before:
+            return chat_text(tokenizer, before, row, where, answering=True, anew=i > begin, **options)
+        empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where)
+        return empty.partition(MARK)[0]
+
+    if prompt and len(parts) > 1:
+        head = text_before(answers[0], marked=True)
+        place = head.count(MARK)
+        rest = parts[place:]
+        if place % 2:  # the prompt ends within an answer
+            begun = head.rpartition(MARK)[2]
+            rest[:1] = [begun, added(rest[0], begun, where)]
+        parts = ["".join(parts[:place]) + rest[0], *rest[1:]]
+    if len(parts) == 1:
+        beginnings = [""]  # of the text, up to where training begins or ends
+        for i in answers:
+            beginnings += [text_before(i), chat_text(tokenizer, messages[: i + 1], row, where)]
+        parts = [added(longer, shorter, where) for shorter, longer in itertools.pairwise(beginnings)]
+    return parts
+
+
+def tell_left_out(tokenizer, chats, flag):
+    """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
+    role. Each is tried in the first chat that has it, at its last place there."""
+    is_left_out = {}
+    for messages, row in chats:
+        others = {}  # {name: (messages, row) without it}
+        if row.get("tools"):
+            others["tools"] = (messages, row | {"tools": None})
+        for place, message in enumerate(messages):
+            for key in message.keys() - {"role"}:
+                if message[key] not in (None, "", [], {}):
+                    nothing = MARK if key == "content" else None
+                    other = message | {"content": message.get("content") or ""} | {key: nothing}
+                    others[f"{key} of {message['role']}"] = ([*messages[:place], other, *messages[place + 1 :]], row)
+        answering = messages[-1]["role"] != "assistant"
+        for name in others.keys() - is_left_out.keys():
+            is_left_out[name] = False
+            with suppress(InputError):  # of a template that cannot do without
+                whole = chat_text(tokenizer, messages, row, flag, answering)
+                is_left_out[name] = chat_text(tokenizer, *others[name], flag, answering) == whole
+    if any(is_left_out.values()):
+        names = ", ".join(sorted(filter(is_left_out.get, is_left_out)))
+        screen.say(f"warning: {flag}: the chat template leaves out: {names}")
+
+
+def added(text, beginning, where):
+    """The part of a chat's text after that of its first messages."""
+    if not text.startswith(beginning):
+        begin = len(os.path.commonprefix((text, beginning)))
+        change = f"{beginning[begin:][:40]!r} becomes {text[begin:][:40]!r} when the chat goes on"
+        how = "give texts instead, or in sft and ilql a row for each answer, or {% generation %} in the template"
+        raise InputError(f"{where}: the chat template changes what it has written: {change}: {how}")
+    return text[len(beginning) :]
+
+
+def turn_end(tokenizer):
+    """What the chat template writes after an answer, from a special token on, as (text, ids); both empty if there is
+    none. A newline behind it belongs to it: it is the last token of the chats on which a classifier was trained."""
+    chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    try:
+        _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
+    except Exception:  # templates raise what they like, and a tokenizer without one an error
+        return "", []
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
+    if not special:
+        return "", []
+    ids = ids[special[0] :]
+    return behind[behind.index(tokenizer.convert_ids_to_tokens(ids[0])) :], ids
+
+
+def row_segments(rows, tokenizer, flag):
+    """The text of each row in parts, alternately not trained and trained; the first may be empty."""
+    columns = rows[0].keys()
+    if "messages" in columns:
+        rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
+    if is_chat(rows, ["prompt"]):
+        require_columns(rows, ["completion"], flag)
+        turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
+        tell_left_out(tokenizer, [(joined(messages_in(row, "prompt"), row["completion"]), row) for row in rows], flag)
+        return turns
+    if "dialogue" in columns:
+        for number, row in enumerate(rows, 1):
+            turns = row["dialogue"]
+            where = f"{flag} row {number}"
+            if not isinstance(turns, list) or not turns or len(turns) % 2:
+                raise InputError(f"{where}: 'dialogue' must be a list prompt, output, prompt, output, ...")
+            texts([{"dialogue": turn} for turn in turns], "dialogue", f"{where}, part of")
+        return [row["dialogue"] for row in rows]
+    if "prompt" in columns or "completion" in columns:
+        return list(zip(texts(rows, "prompt", flag), texts(rows, "completion", flag), strict=True))
+    if "text" in columns:
+        return [("", text) for text in texts(rows, "text", flag)]
+    forms = "text, prompt and completion, messages, or dialogue"
+    raise InputError(f"{flag} has the columns {', '.join(columns)}; expected {forms}")
+
+
+def pair_texts(rows, tokenizer, flag):
+    """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
+    prompt is what chosen and rejected have in common, or ""."""
+    require_columns(rows, SIDES, flag)
+    if is_chat(rows, ["chosen"]):
+        pairs = []
+        chats = []
+        for number, row in enumerate(rows, 1):
+            where = f"{flag} row {number}"
+            whole = []
+            for side in SIDES:
+                chats.append((joined(messages_in(row, "prompt"), row[side]), row))
+                whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
+            begun = prompt_messages(row)
+            prompt = chat_text(tokenizer, begun, row, where, answering=True) if begun else ""
+            pairs.append((prompt, *(added(text, prompt, where) for text in whole)))
+        tell_left_out(tokenizer, chats, flag)
+        return pairs
+    sides = [texts(rows, side, flag) for side in SIDES]
+    if "prompt" in rows[0]:
+        return list(zip(texts(rows, "prompt", flag), *sides, strict=True))
+    return [split_pair(*pair) for pair in zip(*sides, strict=True)]
+
+
+def split_pair(chosen, rejected):
+    """(prompt, chosen, rejected) of two texts. The prompt is their common beginning up to the last "Assistant:" or
+    "### Response:" at the start of a line, without such a marker up to a whole word; a space belongs to the next."""
+    common = os.path.commonprefix([chosen, rejected])
+    words = re.match(r"(.*\S(?=\s))?", common, re.DOTALL)
+    end = [words, *ANSWER_MARKER.finditer(common)][-1].end()
+    return common[:end], chosen[end:], rejected[end:]
+
+
+def prompt_messages(row):
+    """The prompt of a row of chats: its column, or the beginning that both share, up to where both have an answer."""
+    if prompt := messages_in(row, "prompt"):
+        return prompt
+    shared = 0
+    for place, (chosen, rejected) in enumerate(zip(row["chosen"], row["rejected"], strict=False)):
+        goes_on = place > 0 and row["chosen"][place - 1]["role"] == "assistant"  # a second answer in a row
+        if chosen["role"] == rejected["role"] == "assistant" and not goes_on:
+            shared = place
+        if chosen != rejected:
+            break
+    return row["chosen"][:shared]

@@ -1,0 +1,196 @@
+"""Loads language models and tokenizers: weights, 4 bits, adapters, references."""
+
+import copy
+import functools
+import re
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from common.errors import InputError
+from common.functions import adapter_base, loading, read_options, spec_path
+from common.lm.adapters import train_adapters
+from common.lm.structure import as_decoder, end_tokens, freeze
+
+
+def load_pretrained(auto_class, args, path, flag, **keywords):
+    """(model, tokenizer, names of weights missing from the files) of path: a directory, a hub id, a LoRA adapter in one
+    of these, or a model. auto_class: a name in transformers. keywords go to from_pretrained."""
+    import transformers
+
+    if isinstance(path, str | Path):
+        path = str(spec_path(str(path)) or path)
+    revision = args.revision if flag == "--model" else None  # other flags name other repositories
+    dtype = getattr(torch, args.dtype)
+    keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
+    keywords["trust_remote_code"] = args.trust_remote_code
+    if args.load_in_4bit:  # NF4, arXiv 2305.14314
+        compute = torch.bfloat16 if args.mixed_precision == "bf16" else dtype
+        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+        keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+    with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
+        tokenizer = load_tokenizer(args, path, revision)
+    if args.template_options:
+        options = read_options(args.template_options, "--template-options")
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
+    with loading(flag, path):
+        model, missing = load_weights(auto_class, path, revision, **keywords)
+        model = repaired(model, args)
+        kinds = [model.config.architectures]
+        for adapter in getattr(model, "peft_config", {}).values():
+            kinds.append(adapter.task_type)
+            if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
+                raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
+        is_lm = auto_class == "AutoModelForCausalLM"
+        if is_lm and re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
+            raise ValueError("it is a classifier: give a language model")
+        if is_lm and missing:
+            raise ValueError(f"{missing[0]} is missing")
+    return model, tokenizer, missing
+
+
+def load_tokenizer(args, path, revision):
+    """The tokenizer of --tokenizer or of the model at path, or of its base if an adapter has none."""
+    from transformers import AutoTokenizer
+
+    source = args.tokenizer or getattr(path, "name_or_path", path)
+    if not isinstance(source, str):
+        return source
+    revision = revision if source == path else None
+    files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
+    if files and not re.search("token|vocab|[.]model", files):
+        source, revision = adapter_base(source)
+        if source is None:  # transformers would make one up
+            raise ValueError("it has no tokenizer: give one with --tokenizer")
+    return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
+
+
+def load_weights(auto_class, path, revision=None, **keywords):
+    """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
+    the base's repository for the adapter's revision, and would not report weights missing from the base."""
+    if not isinstance(path, str):
+        return path, []
+    import transformers
+
+    base, base_revision = adapter_base(path, revision)
+    keywords["revision"] = base_revision if base else revision
+    config = transformers.AutoConfig.from_pretrained(base or path, **keywords)
+    if auto_class == "AutoModelForCausalLM" and config.is_encoder_decoder:
+        auto_class = "AutoModelForSeq2SeqLM"
+    kind = getattr(transformers, auto_class)
+    model, report = kind.from_pretrained(base or path, output_loading_info=True, **keywords)
+    missing = {*report["missing_keys"]}
+    if base:
+        report = model.load_adapter(path, adapter_kwargs={"revision": revision})
+        from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
+        missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
+    return model, sorted(missing)
+
+
+def repaired(model, args):
+    """The model without peft's wrapper and without dropout; every row of its embeddings has a gradient."""
+    if hasattr(model, "get_base_model"):  # of peft's own class
+        model = model.get_base_model()
+        model._hf_peft_config_loaded = True
+    if args.load_in_4bit and getattr(model, "is_loaded_in_4bit", False):
+        from peft import prepare_model_for_kbit_training
+
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))
+            if is_rate and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # an end token that doubles as padding is trained, too
+        if hasattr(getattr(module, "config", None), "output_router_logits"):
+            module.config.output_router_logits = False  # for a loss that nobody asks for; fails with a cache
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # of bitsandbytes, whose evaluations would repack the weights
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def load_model(args, path, flag="--model"):
+    """The language model and its tokenizer, with a padding token."""
+    model, tokenizer, _ = load_pretrained("AutoModelForCausalLM", args, path, flag)
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    if args.dtype == "float64":
+        model.set_experts_implementation("eager")  # torch's grouped products do not support float64
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ends = list(dict.fromkeys([*end_tokens(model), tokenizer.eos_token_id]))  # without repetitions
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]  # exports end where they were trained to
+    tokenizer.ends = ends  # for `row_ends`
+    tokenizer.answers_apart = model.config.is_encoder_decoder  # for `texts_behind`
+    return model, tokenizer
+
+
+def load_lm(args, path, device):
+    """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
+    lm, tokenizer = load_model(args, path)
+    lm = as_decoder(lm.to(device))
+    train_adapters(lm, args)
+    freeze(lm, args.num_layers_unfrozen)
+    return lm, tokenizer
+
+
+def load_decoder(directory, **options):
+    """The language model in a directory, as the scripts call it. options go to from_pretrained."""
+    model, _ = load_weights("AutoModelForCausalLM", str(directory), **options)
+    return as_decoder(model)
+
+
+def saved_heads(path, name, revision=None, required=False):
+    """The weights {name: tensor} in a file beside the model; without such a file {}, or if required OSError."""
+    from transformers.utils import cached_file
+
+    if not isinstance(path, str | Path):
+        return {}
+    errors = {"_raise_exceptions_for_missing_entries": required, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(spec_path(str(path)) or path, name, revision=revision, **errors)
+    return safetensors.torch.load_file(found) if found else {}
+
+
+def make_reference(args, path, lm, tokenizer):
+    """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients."""
+    if path:
+        ref, ref_tokenizer = load_model(args, path, "--ref-model")
+        if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise InputError(f"--ref-model {args.ref_model} differs from --model in its vocabulary")
+        ref = as_decoder(ref.to(lm.device))
+        if ref is not lm:  # one object may be given for both
+            return ref.requires_grad_(False).eval()
+    frozen = {id(weight): weight for weight in lm.parameters() if not weight.requires_grad}
+    ref = copy.deepcopy(lm, frozen).requires_grad_(False).eval()  # shares frozen weights
+    if args.lora_r:
+        ref.disable_adapters()  # new adapters add zero
+    return ref
+
+
+# Last lines of a run and of its card: how to load the model and sample from it.
+USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
+print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
+
+SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
+ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
+print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
+
+
+def lines_of_use(lm, tokenizer, ids):
+    """(text of a prompt, usage code) with which the exported tokenizer gives exactly these ids."""
+    usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
+    prompt = tokenizer.decode(ids, skip_special_tokens=True)
+    options = ""
+    if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
+        prompt = tokenizer.decode(ids)
+        options = "add_special_tokens=False, "
+    if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
+        options += f"eos_token_id={tokenizer.ends}, "
+    return prompt, usage.replace("OPTIONS", options)

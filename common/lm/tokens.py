@@ -1,0 +1,289 @@
+"""Texts -> token ids, ids -> texts, and lines: what the model reads in one row, an example (ids, labels, ...) or with
+packing several."""
+
+import itertools
+import os
+from array import array
+
+import torch
+
+from common.errors import InputError
+from common.lm.chat import chat_text, is_chat, row_segments, tell_left_out
+from common.report import screen, visible
+from common.rows import texts
+
+
+def tokenize(tokenizer, texts, special_tokens, end, target=False):
+    """Ids of each text. end says what becomes of the end token, which some tokenizers append: "never": it is removed,
+    while a text's own stays; "once": every text has one; "template": ids are left as they are. special_tokens: the
+    tokenizer adds its own. target: what an encoder-decoder writes."""
+    column = "text_target" if target else "text"
+    encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    ends = row_ends(tokenizer)
+    end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
+    for text, ids in zip(texts, encoded, strict=True):
+        has_bos = bos is not None and text.startswith(tokenizer.bos_token)
+        if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
+            del ids[0]
+        is_own = text.endswith(tokenizer.eos_token) and ids[-2:] != [eos, eos]
+        if end != "template" and ids[-1:] == [eos] and not is_own:
+            del ids[-1]
+        has_end = ids and (ids[-1] in ends or text.rstrip().endswith(end_texts))
+        if end == "once" and not has_end:
+            ids.append(eos)
+    return encoded
+
+
+def int32(ids):
+    """Token ids in an array, which takes 4 bytes for each; a list takes up to 40, in every process."""
+    return array("i", ids)
+
+
+def row_ends(tokenizer):
+    """Ids of the tokens that end a response: those of the model of `load_model`, or the tokenizer's own."""
+    return getattr(tokenizer, "ends", [tokenizer.eos_token_id])
+
+
+def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
+    """(rows, ids of their prompts) without prompts of more than max_length tokens. A chat becomes its text, an empty
+    prompt the beginning token. limit: positions of the model, or None. encoder: it reads what the tokenizer ends."""
+    chat = is_chat(rows, ["prompt"])
+    if chat:
+        chats = [(row["prompt"], row) for row in rows]
+        rows = []
+        for number, (messages, row) in enumerate(chats, 1):
+            prompt = chat_text(tokenizer, messages, row, f"{flag} row {number}", answering=True)
+            rows.append(row | {"prompt": prompt})
+        tell_left_out(tokenizer, chats, flag)
+    prompts = texts(rows, "prompt", flag)
+    queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
+    kept = []
+    for number, (row, ids) in enumerate(zip(rows, queries, strict=True), 1):
+        where = f"{flag} row {number}"
+        ids = ids or [beginning(tokenizer, where)]
+        if max_length is not None and len(ids) > max_length:
+            continue
+        positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
+        if limit and positions > limit:
+            sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
+            raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
+        kept.append((row, ids))
+    if len(kept) < len(rows):
+        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
+        screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")
+    return [row for row, _ in kept], [ids for _, ids in kept]
+
+
+def beginning(tokenizer, where):
+    """The id of the beginning token, which stands for an empty prompt."""
+    if tokenizer.bos_token_id is None:
+        raise InputError(f"{where}: the prompt is empty and the tokenizer has no beginning token")
+    return tokenizer.bos_token_id
+
+
+def encode_segments(rows, tokenizer, flag, encoder=False):
+    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
+    These are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty
+    prompt becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
+    bos = tokenizer.bos_token_id
+    if encoder:
+        heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
+        tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", target=True)
+        for head, tail in zip(heads, tails, strict=True):
+            head = head or [tokenizer.eos_token_id if bos is None else bos]
+            end = len(head) + len(tail)
+            yield head + tail, [(0, len(head), False), (len(head), end, True)]
+        return
+    chat = is_chat(rows, ("messages", "prompt"))
+    has_prompt = not chat and not rows[0].keys().isdisjoint(("prompt", "completion", "dialogue"))
+    segments = row_segments(rows, tokenizer, flag)
+    whole = ["".join(row) for row in segments]
+    encoded = tokenize(tokenizer, whole, not chat, end="template" if chat else "once")
+    prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
+    heads = iter(tokenize(tokenizer, prefixes, not chat, end="never"))
+    for ids, row in zip(encoded, segments, strict=True):
+        begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in row[1:])]
+        if has_prompt and bos is not None and begins[1] == 0:
+            if ids[0] != bos:
+                ids = [bos, *ids]
+                begins = [begin + 1 for begin in begins]
+            begins = [0, *(max(1, begin) for begin in begins[1:])]
+        spans = itertools.pairwise([*begins, len(ids)])
+        yield ids, [(begin, end, place % 2 == 1) for place, (begin, end) in enumerate(spans)]
+
+
+def num_labels(labels):
+    """How many of the labels are tokens; the others are -100."""
+    return len(labels) - labels.count(-100)
+
+
+def first_label(labels):
+    """Position of the first token with a label; 1 if there is none."""
+    return next((place for place, label in enumerate(labels) if label != -100), 1)
+
+
+def marked(tokenizer, ids, is_trained):
+    """The text of a row, [what is not trained] in brackets. is_trained: a bool for each token."""
+    text = ""
+    for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
+        piece = visible(tokenizer.decode([token for token, _ in pairs]))
+        if not trained:
+            piece = f"[{piece}]"
+        text += piece
+    return text
+
+
+def untrained_end(tokenizer, ends, trained):
+    """[a warning] if none of the rows of trained ids holds one of the tokens that end a response, else []."""
+    if any(not set(ends).isdisjoint(ids) for ids in trained):
+        return []
+    named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+    return [f"warning: no row trains the end token {named}, so responses will not end"]
+
+
+CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
+
+
+def texts_behind(tokenizer, queries, responses, **options):
+    """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
+    first token. What an encoder-decoder writes is a text of its own."""
+    if getattr(tokenizer, "answers_apart", False):
+        queries = [[]] * len(queries)
+    options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
+    whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
+    prompts = tokenizer.batch_decode(queries, **options)
+    samples = tokenizer.batch_decode(whole, **options)
+    texts = []
+    for prompt, sample, response in zip(prompts, samples, responses, strict=True):
+        text = sample.removeprefix(prompt)
+        if not sample.startswith(prompt):  # which changes in a longer text
+            text = tokenizer.decode(response, **options)
+        texts.append(text)
+    return texts
+
+
+def stopped(tokenizer, queries, responses, stops):
+    """Whether each response (ids) contains a stop string."""
+    if not stops:
+        return [False] * len(responses)
+    texts = texts_behind(tokenizer, [query[-CONTEXT:] for query in queries], responses)
+    return [any(stop in text for stop in stops) for text in texts]
+
+
+def decode(tokenizer, queries, responses, stops):
+    """Texts of responses to queries, without special tokens, cut before a stop string and the space ahead of it."""
+    texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
+    # in the ids, since a stop string that is a special token is not in the text
+    with_stop = stopped(tokenizer, queries, responses, stops)
+    for row, text in enumerate(texts):
+        if with_stop[row]:
+            ends = [text.find(stop) for stop in stops if stop in text]
+            texts[row] = text[: min(ends, default=None)].rstrip()
+    return texts
+
+
+# ---- Lines ----------------------------------------------------------------------------------------------------------
+
+
+def longest_first(lengths, batch_size):
+    """Places in lengths, in lists of at most batch_size. Rows of similar length have little padding, and with the
+    longest first a lack of memory shows at once."""
+    places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    return [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
+
+
+def line_length(line):
+    """Tokens of the examples (ids, ...) in a line."""
+    return sum(len(ids) for ids, *_ in line)
+
+
+def pack(lengths, max_length):
+    """Best-fit decreasing: lists of indices whose lengths sum to at most max_length; no length may exceed it."""
+    lines = []
+    rooms = []  # how many tokens are left in each line
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fitting = [place for place, room in enumerate(rooms) if room >= lengths[i]]
+        if not fitting:
+            fitting = [len(lines)]
+            lines.append([])
+            rooms.append(max_length)
+        fullest = min(fitting, key=lambda place: rooms[place])
+        lines[fullest].append(i)
+        rooms[fullest] -= lengths[i]
+    return lines
+
+
+def in_lines(packing, examples, lengths):
+    """(lines, places): the examples in lines, one per line or with packing as many as fit into the length of the
+    longest one, and the position (N,) of every example when the lines are concatenated."""
+    groups = pack(lengths, max(lengths)) if packing else [[i] for i in range(len(lengths))]
+    lines = [[examples[i] for i in group] for group in groups]
+    return lines, torch.tensor([*itertools.chain(*groups)]).argsort()
+
+
+def collate(lines, pad_id, no_label=-100):
+    """(ids, positions, labels), each (B, T), right-padded. A line is a list of examples (ids, labels, ...); positions
+    start from 0 in each of them and continue through the padding."""
+    width = max(map(line_length, lines))
+    rows = []
+    positions = []
+    row_labels = []
+    for line in lines:
+        lengths = [len(ids) for ids, *_ in line]
+        lengths[-1] += width - sum(lengths)
+        positions.append([*itertools.chain(*map(range, lengths))])
+        rows.append([*itertools.chain(*(ids for ids, *_ in line))])
+        row_labels.append([*itertools.chain(*(labels for _, labels, *_ in line))])
+    return pad_rows(rows, pad_id), torch.tensor(positions), pad_rows(row_labels, no_label)
+
+
+def pad_rows(rows, fill, begins=None, dtype=None, device=None):
+    """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a position in each row; these are
+    aligned in one column, so the lengths of the rows give left-padding. dtype: that of fill by default."""
+    begins = begins or [0] * len(rows)
+    left = max(begins)
+    aligned = [[fill] * (left - begin) + list(row) for row, begin in zip(rows, begins, strict=True)]
+    width = max(map(len, aligned))
+    padded = [row + [fill] * (width - len(row)) for row in aligned]
+    return torch.tensor(padded, dtype=dtype or torch.tensor(fill).dtype, device=device)
+
+
+def split_lines(accelerator, examples, batch_size, packing=False):
+    """The micro-batches of this process: lists of lines, which are lists of examples (ids, labels, ...): one each, or
+    with packing several (`in_lines`). Padded, a micro-batch has no more tokens than batch_size of the longest line;
+    once it is half full, a line of less than 3/4 of its longest begins another one. The lines of all processes are
+    sorted by length and dealt out in turn, as many to each, since all take part in every exchange of gradients."""
+    lines, _ = in_lines(packing, examples, [len(ids) for ids, *_ in examples])
+    while len(lines) % accelerator.num_processes:
+        ids, *_ = examples[0]
+        lines.append([(ids[:2], [-100, -100], [])])  # a line without labels adds nothing
+    lengths = [line_length(line) for line in lines]
+    budget = batch_size * max(lengths, default=0)
+    micro_batches = []
+    width = 0  # tokens of the longest line of the last micro-batch
+    room = -1  # tokens that still fit into it; the first line begins one
+    for dealt in longest_first(lengths, accelerator.num_processes):
+        length = lengths[dealt[0]]
+        if room < width or (length < 3 / 4 * width and room <= budget / 2):
+            micro_batches.append([])
+            width = length
+            room = budget
+        room -= width
+        micro_batches[-1].append(lines[dealt[accelerator.process_index]])
+    return micro_batches
+
+
+def pair_length(pair):
+    """Tokens of both texts of a pair (ids of chosen, ids of rejected, what a script has beside them)."""
+    return len(pair[0]) + len(pair[1])
+
+
+def split_rows(accelerator, rows, lengths, packing, batch_size):
+    """This process's share of a batch of row numbers, in micro-batches of at most batch_size. lengths: of all rows."""
+    local = rows[accelerator.process_index :: accelerator.num_processes]
+    own_lengths = [lengths[row] for row in local]
+    if packing:  # texts of any length fill a line
+        own_lengths = [0] * len(local)
+    return [[local[place] for place in places] for places in longest_first(own_lengths, batch_size)]

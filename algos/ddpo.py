@@ -42,21 +42,21 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from common.checkpoint import replacing
-from common.cli import Count, Natural, NonNegative, OptimizerArgs, Positive, Range, RunArgs, Share, cli
+from common.cli import Count, Fraction, Natural, NonNegative, Positive, Range, RunArgs, Share, cli
 from common.errors import InputError, stop_if
 from common.functions import build, loading, spec_path
-from common.launch import accumulate, local_rows, on_main, optimizer_step, reduce_sums
+from common.launch import accumulate, local_rows, on_main, reduce_sums, require_finite
 from common.report import screen, visible
 from common.rows import read_data, set_flag, set_prefix, texts
 from common.run import Run, closes_run
-from common.seeding import rng, stream_rows
+from common.seeding import rng
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")  # projections of a UNet's attention layers
 TASK = "benchmarks/tasks/shapes/ddpo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
-class Args(RunArgs, OptimizerArgs):
+class Args(RunArgs):
     """Denoising diffusion policy optimisation of a Stable Diffusion pipeline."""
 
     required = (*RunArgs.required, "reward")
@@ -101,8 +101,20 @@ class Args(RunArgs, OptimizerArgs):
     that code and TRL: 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay of weight matrices, not of biases and norms (the authors' code and TRL: 1e-4)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count | None = None
     """Images per optimizer step, each with its denoising steps, over all processes. Default: 64 (the authors' code), or
     --rollout-batch-size if that is less."""
@@ -141,6 +153,8 @@ class Args(RunArgs, OptimizerArgs):
         super().__post_init__()
 
     def problems(self):
+        if self.rollout_batch_size % max(1, self.batch_size):
+            yield f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
         if self.stat_min_count > self.stat_buffer_size:
             yield f"--stat-min-count {self.stat_min_count} must be at most --stat-buffer-size {self.stat_buffer_size}"
         if self.negative_prompt and self.guidance_scale == 1:
@@ -386,6 +400,44 @@ def pair_minibatches(args, epoch, trained, process, world):
             yield torch.tensor(pairs[process::world]).split(args.micro_batch_size)
 
 
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
+
+
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
@@ -443,9 +495,13 @@ def update(run, policy, optimizer, batch, args):
             at_first = accelerator.gather(largest).max().item()
             if at_first > args.cliprange / 2 and epoch == 1:
                 run.say(f"warning: rounding alone moves the ratio by {at_first:.1e}; --cliprange is {args.cliprange}")
-        lr = args.learning_rate(step, run.total_steps)
         step += 1
-        grad_norm = optimizer_step(accelerator, unet, optimizer, lr, args.max_grad_norm, step, where)
+        grad_norm = accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm or math.inf).item()
+        require_finite(step, where, gradient_norm=grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(group["peak_lr"], step - 1, run.total_steps, args)
+        optimizer.step()
+        optimizer.zero_grad()
     are_finite = [weight.isfinite().all() for weight in unet.parameters() if weight.requires_grad]
     if not torch.stack(are_finite).all():
         raise FloatingPointError(f"step {step}: a weight is not finite; the last checkpoint is intact")
@@ -453,7 +509,7 @@ def update(run, policy, optimizer, batch, args):
     metrics = {name: total / (num_pairs * run.steps_per_iteration) for name, total in totals.items()}
     metrics["policy/ratio_deviation"] = accelerator.gather(largest).max().item()
     metrics["policy/ratio_deviation_first"] = at_first
-    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}
+    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -756,7 +812,7 @@ def main(args):
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)
-    optimizer = args.make_optimizer(unet)
+    optimizer = make_optimizer(unet, args)
     save_pipeline = partial(export, run, pipeline)
     headline = "objective/scores"
     if args.eval_every:
@@ -774,7 +830,7 @@ def main(args):
     for epoch in run.iterations():
         # 1. x_0 ~ p(. | c): images with the latents and log-probabilities of their steps
         size = args.rollout_batch_size
-        drawn = stream_rows(args.seed, "data", len(data.rows), (epoch - 1) * size, size)
+        drawn = draw_rows(args.seed, len(data.rows), (epoch - 1) * size, size)
         rows = [data.rows[i] for i in drawn]
         prompts = [row["prompt"] for row in rows]
         sampled = sample_images(accelerator, policy, prompts, ["rollout", epoch], args, trajectories=True)

@@ -35,13 +35,14 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, NonNegative, Positive, TextArgs, cli
+from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError, stop_if
 from common.functions import build
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
 from common.lm.chat import is_chat, pair_texts, prompt_messages
 from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm, make_reference
@@ -58,14 +59,15 @@ from common.lm.tokens import (
     tokenize,
     untrained_end,
 )
-from common.rows import TEXT_ARGUMENTS, read_data, set_flag, set_prefix
+from common.rows import TEXT_ARGUMENTS, longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
+from common.seeding import rng
 
 TASK = "benchmarks/tasks/randomwalks/dpo.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
-class Args(TextArgs):
+class Args(RunArgs, ModelArgs):
     """Preference optimisation of a language model."""
 
     # ---- algorithm
@@ -97,12 +99,45 @@ class Args(TextArgs):
     """Pack several texts into one line, no longer than the longest text; texts do not see each other. Turned off for
     models whose layers would mix them. Changes memory and speed; the result only by rounding."""
 
+    # ---- evaluation by sampling
+    max_new_tokens: Count = 64
+    """Maximum length of a response, in tokens."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept. The metric sees the text before the string, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
+
     # ---- optimizer
     lr: Positive = 1e-6
     """Peak learning rate of AdamW (Rafailov et al. 2023: 1e-6 with 150 steps of warm-up; TRL: 1e-6; LoRA adapters need
     about ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count = 64
     """Pairs per optimizer step, over all processes (Rafailov et al. 2023: 64)."""
+    micro_batch_size: Count = 8
+    """Pairs per process and forward pass. Changes memory and speed; the result only by rounding."""
 
     # ---- data
     dataset: str | None = None
@@ -110,6 +145,8 @@ class Args(TextArgs):
     eval_prompts: str | None = None
     """Rows with a prompt; all are sampled at every evaluation. Default: with --metric the first set of
     --eval-dataset."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
     max_length: Count = 1024
     """Maximum tokens per text, prompt included. Longer texts are cut at the end and counted; a pair left without a
     response is dropped."""
@@ -322,7 +359,7 @@ class Reference:
                 self.score_all(data)
             if data.prompts:
                 _, samples = evaluate_samples(
-                    accelerator, model, tokenizer, data.prompts, data.queries, None, **args.evaluation()
+                    accelerator, model, tokenizer, data.prompts, data.queries, None, **evaluation_options(args)
                 )
                 outputs = [sample["output"] for sample in samples]
                 data.prompts = [row | {"ref_output": output} for row, output in zip(data.prompts, outputs, strict=True)]
@@ -362,7 +399,58 @@ class Reference:
             return pair_logprobs(self.model, self.packing, pairs)
 
 
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
+
+
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluation_options(args):
+    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    return {
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.eval_temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "stop": args.stop,
+        "decode_batch_size": args.decode_batch_size,
+    }
 
 
 def pair_terms(policy, losses, rewards):
@@ -391,7 +479,7 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
         if data.prompts:
             lm = accelerator.unwrap_model(model)
             means, samples = evaluate_samples(
-                accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, **args.evaluation()
+                accelerator, lm, tokenizer, data.prompts, data.queries, data.metric, **evaluation_options(args)
             )
             metrics = {f"eval/{name}": value for name, value in means.items()}
             for row, sample in zip(data.prompts, samples, strict=True):
@@ -493,7 +581,7 @@ def main(args):
         ref = make_reference(args, ref_path, lm, tokenizer)
     run.check_inputs(data, model=lm, ref_model=ref)
     ref_packing = packing and (ref is None or can_pack(ref, packing, run.say))
-    optimizer = args.make_optimizer(lm)
+    optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer, ref)
     reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)
     del ref  # which --precompute-ref needs no more
@@ -516,7 +604,9 @@ def main(args):
     for step in run.iterations():
         model.train()
         # 1. a batch of pairs, in keyed random order
-        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
+        rows = draw_rows(args.seed, len(lengths), (step - 1) * args.batch_size, args.batch_size)
+        if args.check:
+            rows = longest_rows(lengths, args.batch_size)
         count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in rows)  # tokens of the chosen responses
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
@@ -535,13 +625,17 @@ def main(args):
         nll = -sums["logps/chosen"] / count  # mean over the tokens
         loss = metrics.pop("loss") + args.sft_coef * nll
         # 3. a step of AdamW
-        lr = args.learning_rate(step - 1, total_steps)
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        require_finite(step, f"rows {rows}", loss=loss, gradient_norm=grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(group["peak_lr"], step - 1, total_steps, args)
+        optimizer.step()
+        optimizer.zero_grad()
         run.lap("update")
         # 4. log, evaluate, save
         metrics = {"train/loss": loss, "train/nll": nll, **metrics}
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
-        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         if run.evaluation_due(step):
             run.log_evaluation(step, evaluate(run, step, model, score, losses_of, tokenizer, data, args))

@@ -47,19 +47,22 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import math
+
+import numpy as np
 import torch
 
-from common.cli import Count, Natural, NonNegative, Positive, RolloutArgs, cli
+from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build
-from common.launch import accumulate, on_each, optimizer_step, prepare, reduce_sums, unsharded
+from common.launch import accumulate, on_each, prepare, reduce_sums, require_finite, unsharded
 from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs, summed
 from common.lm.load import lines_of_use, load_lm, make_reference
 from common.lm.logprobs import line_logprobs, score_all, token_entropies
 from common.lm.own_rollouts import call_rollout
-from common.lm.sampling import sample as sample
+from common.lm.sampling import sample as sample  # for those who import it from here
 from common.lm.tokens import decode, int32, pad_rows, split_lines
-from common.rows import read_data, set_prefix
+from common.rows import longest_rows, read_data, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
 
@@ -67,7 +70,7 @@ TASK = "benchmarks/tasks/arithmetic/grpo.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RolloutArgs):
+class Args(RunArgs, ModelArgs):
     """Group relative policy optimisation of a language model."""
 
     # ---- algorithm
@@ -76,6 +79,8 @@ class Args(RolloutArgs):
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
     classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
     trained (algos/README.md, "Distillation")."""
+    total_episodes: Count = 65536
+    """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count | None = None
     """Episodes per iteration, over all processes: --group-size for each prompt. Default: 512, or --total-episodes if
     that is less."""
@@ -103,6 +108,8 @@ class Args(RolloutArgs):
     """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
+    ref_model: str | None = None
+    """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     kl_coef: NonNegative = 0.04
     """Weight beta of the per-token KL to the reference in the loss (Shao et al. 2024: 0.04). With 0 there is no
     reference, and no KL is logged; 1e-9 logs it without training on it."""
@@ -113,6 +120,22 @@ class Args(RolloutArgs):
     # ---- sampling
     max_new_tokens: Count = 512
     """Maximum length of a response, in tokens (Shao et al. 2024: 1024; TRL: 512)."""
+    temperature: Positive = 1.0
+    """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept and trained. Reward and metric see the text before the string, without trailing space."""
+    rollout: str | None = None
+    """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
+    several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 1e-6
@@ -120,9 +143,32 @@ class Args(RolloutArgs):
     16 took 3e-4)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count | None = None
     """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (Shao et al.
     2024: 1024, all episodes of an iteration)."""
+    micro_batch_size: Count = 8
+    """Episodes per process and forward pass; of shorter ones more, up to the tokens of so many of the longest. Changes
+    memory and speed; the result only by rounding."""
+
+    # ---- data
+    max_prompt_length: Count | None = None
+    """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
     # ---- run
     save_every: Natural = 20
@@ -139,7 +185,22 @@ class Args(RolloutArgs):
         super().__post_init__()
         self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
+    @property
+    def num_iterations(self):
+        return self.total_episodes // self.rollout_batch_size
+
+    @property
+    def steps_per_iteration(self):
+        return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
+
     def problems(self):
+        if self.rollout_batch_size % max(1, self.batch_size):
+            yield f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
+        if self.total_episodes < self.rollout_batch_size:
+            size = f"--rollout-batch-size {self.rollout_batch_size}"
+            yield f"--total-episodes {self.total_episodes} must be at least {size}"
+        if self.rollout and self.stop:
+            yield "--stop is not used with --rollout: give stop strings to `sample`"
         if self.reward is None and self.ref_model is None:
             yield "--reward is missing: --help says what it takes"
         elif self.reward is None and not self.unbiased_kl:
@@ -343,6 +404,44 @@ def rollout_metrics(batch, args):
     return {name: mean.item() for name, mean in metrics.items()} | lengths
 
 
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
+
+
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
@@ -449,22 +548,42 @@ def update(run, model, optimizer, batch, args):
                 accelerator.backward(loss * accelerator.num_processes)
                 for name, share in shares.items():
                     sums[name] += share
-            lr = args.learning_rate(step, run.total_steps)
             step += 1
             where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+            require_finite(step, where, gradient_norm=grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(group["peak_lr"], step - 1, run.total_steps, args)
+            optimizer.step()
+            optimizer.zero_grad()
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
-    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step
+    return metrics | {
+        "optim/lr": optimizer.param_groups[0]["lr"],
+        "optim/grad_norm": grad_norm,
+    }  # the norm is that of the last step
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
+def evaluation_options(args):
+    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    return {
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.eval_temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "stop": args.stop,
+        "decode_batch_size": args.decode_batch_size,
+    }
+
+
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model)
-    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **args.evaluation())
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **evaluation_options(args))
     run.samples(step, samples)
     return metrics
 
@@ -516,7 +635,7 @@ def main(args):
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
     reward_model = data.load_reward(args, lm, tokenizer)
     run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
-    optimizer = args.make_optimizer(lm)
+    optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer)
     lengths = [len(query) for query in data.queries]  # for --check
@@ -538,9 +657,10 @@ def main(args):
         model.eval()
         size = args.rollout_batch_size
         num_groups = size // args.group_size
-        drawn = []
-        for row in run.draw_rows(lengths, (iteration - 1) * num_groups, num_groups):
-            drawn += [row] * args.group_size
+        drawn = draw_rows(args.seed, len(data.rows), (iteration - 1) * num_groups, num_groups)
+        if args.check:
+            drawn = longest_rows(lengths, num_groups)
+        drawn = np.repeat(drawn, args.group_size)
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token

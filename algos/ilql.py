@@ -47,28 +47,32 @@ from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from typing import Literal
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, Natural, NonNegative, Positive, Share, TextArgs, cli
+from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build, loading
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
 from common.lm.evaluation import evaluate_samples
 from common.lm.load import load_decoder, load_lm, saved_heads
 from common.lm.logprobs import in_chunks, in_float32, token_logprobs
 from common.lm.structure import draw_layers, max_positions
 from common.lm.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
-from common.rows import read_data, set_flag, set_prefix, texts
+from common.rows import longest_rows, read_data, set_flag, set_prefix, texts
 from common.run import Run, closes_run
+from common.seeding import rng
 
 HEADS_FILE = "ilql_heads.safetensors"  # of an export, beside the weights of the model
 TASK = "benchmarks/tasks/randomwalks/ilql.yaml"  # used without --model, --dataset and --config
 
 
 @dataclass
-class Args(TextArgs):
+class Args(RunArgs, ModelArgs):
     """Implicit language Q-learning: offline RL of a language model."""
 
     # ---- algorithm
@@ -106,9 +110,18 @@ class Args(TextArgs):
     to 16). --eval-temperature divides the whole sum."""
     max_new_tokens: Count = 56
     """Maximum length of a response, in tokens (trlX: 56)."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept. The metric sees the text before the string, without trailing space."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
     top_k: Natural = 20
     """Evaluations sample from the k most likely tokens under pi, whatever their Q; 0: from all (trlX: 20, by the whole
     sum)."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
     logit_mask: str | None = None
     """file.py:function that returns a V x V matrix (from Python, also the matrix): True where the column's token must
     never follow the row's."""
@@ -117,8 +130,26 @@ class Args(TextArgs):
     lr: Positive = 5e-5
     """Peak learning rate of AdamW (trlX: 5e-5 for GPT-2; the authors: 1e-5 to 1e-4; LoRA adapters need about ten times
     as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count = 128
     """Rows per optimizer step, over all processes (trlX: 128)."""
+    micro_batch_size: Count = 8
+    """Rows per process and forward pass. Changes memory and speed; the result only by rounding."""
 
     # ---- data
     dataset: str | None = None
@@ -515,7 +546,58 @@ def loss_metrics(sums, count):
     return metrics
 
 
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
+
+
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluation_options(args):
+    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    return {
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.eval_temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "stop": args.stop,
+        "decode_batch_size": args.decode_batch_size,
+    }
 
 
 @torch.no_grad()
@@ -545,7 +627,7 @@ def evaluate(run, step, model, tokenizer, data, args):
     metrics = {}
     samples = []
 
-    options = args.evaluation() | {"top_k": 0, "top_p": 1.0}  # `guided` cuts to top-k and top-p
+    options = evaluation_options(args) | {"top_k": 0, "top_p": 1.0}  # `guided` cuts to top-k and top-p
     betas = args.betas if data.metric else ()
     with unsharded(model):
         for beta in betas:
@@ -704,7 +786,7 @@ def main(args):
     encode(data, lm, tokenizer, args)
     run.check_inputs(data, model=lm)
     normalize_rewards(data, args)
-    optimizer = args.make_optimizer(policy)
+    optimizer = make_optimizer(policy, args)
     model = prepare(accelerator, policy, optimizer)
     export = partial(run.export, lm, tokenizer, heads={HEADS_FILE: policy.head_weights()})
     lengths = [len(episode.ids) for episode in data.episodes]
@@ -719,7 +801,9 @@ def main(args):
     for step in run.iterations():
         model.train()
         # 1. a batch of rows, in keyed random order
-        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
+        rows = draw_rows(args.seed, len(lengths), (step - 1) * args.batch_size, args.batch_size)
+        if args.check:
+            rows = longest_rows(lengths, args.batch_size)
         count = sum(len(data.episodes[row].actions) for row in rows)  # of all processes
         # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
         sums = defaultdict(float)
@@ -734,9 +818,13 @@ def main(args):
                 sums[name] += values.detach().double().sum()
         metrics = loss_metrics(reduce_sums(accelerator, sums), count)
         # 3. a step of AdamW
-        lr = args.learning_rate(step - 1, total_steps)
         loss = metrics["losses/loss"]
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        require_finite(step, f"rows {rows}", loss=loss, gradient_norm=grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(group["peak_lr"], step - 1, total_steps, args)
+        optimizer.step()
+        optimizer.zero_grad()
         # 4. Q^ <- Q^ + alpha (Q - Q^)
         if step % args.steps_for_target_q_sync == 0:
             polyak_update(policy.target_q_heads, policy.q_heads, args.polyak_alpha)
@@ -746,7 +834,7 @@ def main(args):
             "target/syncs": step // args.steps_for_target_q_sync,
             "tokens/actions": count,
             "train/epoch": step * args.batch_size / len(lengths),
-            "optim/lr": lr,
+            "optim/lr": optimizer.param_groups[0]["lr"],
             "optim/grad_norm": grad_norm,
         }
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows))

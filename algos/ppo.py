@@ -43,21 +43,22 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.cli import Count, Fraction, NonNegative, Positive, RolloutArgs, cli
+from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.functions import build, loading
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
 from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs
 from common.lm.load import lines_of_use, load_decoder, load_lm, make_reference, saved_heads
 from common.lm.logprobs import in_float32, line_logprobs, score_all, token_entropies
 from common.lm.own_rollouts import call_rollout
-from common.lm.sampling import sample as sample
+from common.lm.sampling import sample as sample  # for those who import it from here
 from common.lm.structure import draw_layers
 from common.lm.tokens import decode, int32, pad_rows, split_lines
-from common.rows import read_data, set_prefix
+from common.rows import longest_rows, read_data, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
 
@@ -66,21 +67,25 @@ TASK = "benchmarks/tasks/randomwalks/ppo.yaml"  # used without --model, --datase
 
 
 @dataclass
-class Args(RolloutArgs):
+class Args(RunArgs, ModelArgs):
     """Proximal policy optimisation of a language model."""
 
-    required = (*RolloutArgs.required, "reward")
+    required = (*RunArgs.required, "reward")
 
     # ---- algorithm
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
     it has several) or of a LoRA adapter for one."""
+    total_episodes: Count = 65536
+    """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count | None = None
     """Episodes per iteration, over all processes. Default: 512 (code of Ziegler et al.), or --total-episodes if that is
     less."""
     ppo_epochs: Count = 4
     """Passes over the episodes of an iteration (code of Ziegler et al.: 4)."""
+    ref_model: str | None = None
+    """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     kl_coef: NonNegative = 0.05
     """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 turns it off."""
     kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
@@ -127,6 +132,22 @@ class Args(RolloutArgs):
     """Maximum length of a response, in tokens (Huang et al. 2024: 53)."""
     min_length_limit: Count | None = None
     """Draw the maximum length of each rollout response uniformly from this to --max-new-tokens."""
+    temperature: Positive = 1.0
+    """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
+    stop: tuple[StopString, ...] = ()
+    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
+    are kept and trained. Reward and metric see the text before the string, without trailing space."""
+    rollout: str | None = None
+    """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
+    several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
+    eval_temperature: NonNegative = 1.0
+    """Sampling temperature in evaluations; 0: greedy."""
+    top_k: Natural = 0
+    """Evaluations sample from the k most likely tokens; 0: from all."""
+    top_p: Share = 1.0
+    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
+    decode_batch_size: Count = 256
+    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
 
     # ---- optimizer
     lr: Positive = 1e-5
@@ -134,11 +155,32 @@ class Args(RolloutArgs):
     adapters need about ten times as much)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
     adam_eps: NonNegative = 1e-5
     """Epsilon of AdamW (Huang et al. 2024)."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count | None = None
     """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (code of
     Ziegler et al.: all episodes of an iteration)."""
+    micro_batch_size: Count = 8
+    """Episodes per process and forward pass; of shorter ones more, up to the tokens of so many of the longest. Changes
+    memory and speed; the result only by rounding."""
+
+    # ---- data
+    max_prompt_length: Count | None = None
+    """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
+    metric: str | None = None
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
 
     def __post_init__(self):
         """A rollout size that is not given is at most the length of the run, a step's at most that of the rollout."""
@@ -149,7 +191,22 @@ class Args(RolloutArgs):
         super().__post_init__()
         self.total_episodes -= self.total_episodes % self.rollout_batch_size
 
+    @property
+    def num_iterations(self):
+        return self.total_episodes // self.rollout_batch_size
+
+    @property
+    def steps_per_iteration(self):
+        return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)
+
     def problems(self):
+        if self.rollout_batch_size % max(1, self.batch_size):
+            yield f"--rollout-batch-size {self.rollout_batch_size} must be a multiple of --batch-size {self.batch_size}"
+        if self.total_episodes < self.rollout_batch_size:
+            size = f"--rollout-batch-size {self.rollout_batch_size}"
+            yield f"--total-episodes {self.total_episodes} must be at least {size}"
+        if self.rollout and self.stop:
+            yield "--stop is not used with --rollout: give stop strings to `sample`"
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
             yield f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
         if self.kl_target is not None and self.kl_coef == 0:
@@ -483,6 +540,44 @@ def rollout_metrics(batch, kl_coef):
     return {name: mean.item() for name, mean in metrics.items()} | lengths | {"objective/kl_coef": kl_coef}
 
 
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
+
+
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
@@ -550,14 +645,18 @@ def update(run, model, optimizer, batch, args):
                     sums[name] += term
                 ratios += terms["policy/ratio"]
                 approxkl += terms["policy/approxkl"]
-            lr = args.learning_rate(step, run.total_steps)
             step += 1
             if args.ratio_threshold and accelerator.reduce(ratios) > args.ratio_threshold * count:
                 skipped += 1
                 optimizer.zero_grad()
                 continue
             where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
-            grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, where)
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+            require_finite(step, where, gradient_norm=grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(group["peak_lr"], step - 1, run.total_steps, args)
+            optimizer.step()
+            optimizer.zero_grad()
         epochs += 1
         if args.early_stop_kl and accelerator.reduce(approxkl) > args.early_stop_kl * tokens:
             break
@@ -565,16 +664,30 @@ def update(run, model, optimizer, batch, args):
     metrics["episode"] = run.iteration * args.rollout_batch_size
     metrics["loss/total"] = metrics["loss/policy"] + args.vf_coef * metrics["loss/value"]
     metrics |= {"policy/epochs": epochs, "policy/skipped": skipped}
-    return metrics | {"optim/lr": lr, "optim/grad_norm": grad_norm}  # the norm is that of the last step taken
+    # of the last step taken
+    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
+def evaluation_options(args):
+    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    return {
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.eval_temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "stop": args.stop,
+        "decode_batch_size": args.decode_batch_size,
+    }
+
+
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model).lm
-    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **args.evaluation())
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **evaluation_options(args))
     run.samples(step, samples)
     return metrics
 
@@ -629,7 +742,7 @@ def main(args):
     reward_model = data.load_reward(args, lm, tokenizer)
     policy = make_policy(args, path, lm)
     run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
-    optimizer = args.make_optimizer(policy)
+    optimizer = make_optimizer(policy, args)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})
     lengths = [len(query) for query in data.queries]
@@ -653,7 +766,9 @@ def main(args):
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
         model.eval()
         size = args.rollout_batch_size
-        drawn = run.draw_rows(lengths, (iteration - 1) * size, size)
+        drawn = draw_rows(args.seed, len(data.rows), (iteration - 1) * size, size)
+        if args.check:
+            drawn = longest_rows(lengths, size)
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token

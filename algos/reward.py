@@ -31,16 +31,19 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+
+import numpy as np
 import torch
 from torch.nn import functional as F
 
-from common.cli import Count, ModelArgs, NonNegative, OptimizerArgs, Positive, RunArgs, cli
+from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, cli
 from common.errors import InputError
 from common.functions import build
-from common.launch import accumulate, optimizer_step, prepare, reduce_sums, unsharded
+from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
 from common.lm.adapters import train_adapters
 from common.lm.chat import is_chat, joined, messages_in, pair_texts
 from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
@@ -48,7 +51,7 @@ from common.lm.load import load_pretrained
 from common.lm.logprobs import score_pairs
 from common.lm.structure import can_pack, freeze, max_positions
 from common.lm.tokens import in_lines, int32, pair_length, split_rows
-from common.rows import read_data, set_flag, set_prefix
+from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
 
@@ -63,7 +66,7 @@ TASK = "benchmarks/tasks/randomwalks/reward.yaml"  # used without --model, --dat
 
 
 @dataclass
-class Args(RunArgs, ModelArgs, OptimizerArgs):
+class Args(RunArgs, ModelArgs):
     """A reward model from preferences."""
 
     # ---- algorithm
@@ -81,8 +84,26 @@ class Args(RunArgs, ModelArgs, OptimizerArgs):
     lr: Positive = 1e-5
     """Peak learning rate of AdamW (Ouyang et al. 2022: 9e-6; Touvron et al. 2023: 1e-5, for 70 B parameters 5e-6; LoRA
     adapters need about ten times as much)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate schedule after the warm-up."""
+    lr_final: NonNegative = 0.0
+    """Learning rate at the end of a linear or cosine decay."""
+    warmup_steps: Natural = 0
+    """Optimizer steps of linear warm-up."""
+    decay_steps: Count | None = None
+    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
+    adam_eps: NonNegative = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of weight matrices (not of biases and norms)."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count = 64
     """Pairs per optimizer step, over all processes (Ouyang et al. 2022: all comparisons of 64 prompts)."""
+    micro_batch_size: Count = 8
+    """Pairs per process and forward pass. Changes memory and speed; the result only by rounding."""
 
     # ---- data
     dataset: str | None = None
@@ -194,6 +215,44 @@ def pair_scores(model, packing, pairs):
     lines, places = in_lines(packing, texts, [len(ids) for ids in texts])
     scores = classifier_logits(model, lines)[:, 0]
     return scores[places.to(scores.device)].view(2, -1)
+
+
+# ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
+
+
+def draw_rows(seed, num_rows, start, count):
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
+    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
+    rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
+    return rows[start % num_rows :][:count].tolist()
+
+
+def make_optimizer(model, args):
+    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
+    schedule: another group may have its own."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=args.adam_betas, eps=args.adam_eps, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = group["lr"]
+    return optimizer
+
+
+def learning_rate(peak, step, total_steps, args):
+    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
+    constant."""
+    if step < args.warmup_steps:
+        return peak * (step + 1) / args.warmup_steps
+    if args.lr_schedule == "constant":
+        return peak
+    decay_steps = args.decay_steps or total_steps - args.warmup_steps
+    progress = min(1.0, (step - args.warmup_steps) / max(1, decay_steps))
+    if args.lr_schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak + (args.lr_final - peak) * progress
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -323,7 +382,7 @@ def main(args):
     encode(data, tokenizer, max_length)
     run.check_inputs(data, model=lm)
     packing = hasattr(lm, "score") and can_pack(lm, args.packing, run.say)
-    optimizer = args.make_optimizer(lm)
+    optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)
     export = functools.partial(export_classifier, run, lm, tokenizer)
@@ -341,7 +400,9 @@ def main(args):
     for step in run.iterations():
         model.train()
         # 1. a batch of pairs, in keyed random order
-        rows = run.draw_rows(lengths, (step - 1) * args.batch_size, args.batch_size)
+        rows = draw_rows(args.seed, len(lengths), (step - 1) * args.batch_size, args.batch_size)
+        if args.check:
+            rows = longest_rows(lengths, args.batch_size)
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
         micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
@@ -357,13 +418,17 @@ def main(args):
         sums = reduce_sums(accelerator, sums)
         metrics = {name: value / args.batch_size for name, value in sums.items()}
         # 3. a step of AdamW
-        lr = args.learning_rate(step - 1, total_steps)
         loss = metrics["train/loss"]
-        grad_norm = optimizer_step(accelerator, model, optimizer, lr, args.max_grad_norm, step, f"rows {rows}", loss)
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
+        require_finite(step, f"rows {rows}", loss=loss, gradient_norm=grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(group["peak_lr"], step - 1, total_steps, args)
+        optimizer.step()
+        optimizer.zero_grad()
         run.lap("update")
         # 4. log, evaluate, save
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
-        metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm}
+        metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         if run.evaluation_due(step):
             run.log_evaluation(step, evaluate(run, step, model, score, data, args))

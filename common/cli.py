@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import torch
 import yaml
 
 from common.errors import InputError, Stopped, flag_of, stop_if
@@ -145,7 +144,12 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
-StopString = Annotated[str, Range("texts that are not empty", len)]  # every response ends with an empty one
+# every response ends with an empty one; r"\n" is what a shell makes of "\n", while \text and \nabla are words of TeX
+STOP = Range(
+    "texts that are not empty, with a line break as $'\\n' in a shell",
+    lambda text: text and not re.match(r"(\\[nrt])+(?![a-z{])", text),
+)
+StopString = Annotated[str, STOP]
 
 
 def find_range(annotation):
@@ -229,18 +233,6 @@ class RunArgs:
             problems.append("--lora-alpha and --lora-targets need --lora-r")
         if self.lora_r and getattr(self, "num_layers_unfrozen", -1) != -1:
             problems.append("--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights")
-        if hasattr(self, "rollout_batch_size"):
-            size = f"--rollout-batch-size {self.rollout_batch_size}"
-            if self.rollout_batch_size % max(1, self.batch_size):
-                problems.append(f"{size} must be a multiple of --batch-size {self.batch_size}")
-            if getattr(self, "total_episodes", math.inf) < self.rollout_batch_size:
-                problems.append(f"--total-episodes {self.total_episodes} must be at least {size}")
-        for stop in getattr(self, "stop", ()):
-            if re.match(r"(\\[nrt])+(?![a-z{])", stop):  # other than in \text or \nabla
-                problem = f"--stop {stop} begins with a backslash and a letter"
-                problems.append(f"{problem}: a line break is $'\\n' in a shell")
-        if getattr(self, "rollout", None) and self.stop:
-            problems.append("--stop is not used with --rollout: give stop strings to `sample`")
         stop_if([*problems, *self.problems()])
 
     def problems(self):
@@ -260,98 +252,3 @@ class ModelArgs:
     """Train only the top k blocks and the norm after them; 0: only the heads that the script adds; -1: everything."""
     load_in_4bit: bool = False
     """Load the weights under LoRA adapters (--lora-r, or an adapter as --model) in 4 bits (NF4; arXiv 2305.14314)."""
-
-
-@dataclass
-class OptimizerArgs:
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the learning rate schedule after the warm-up."""
-    lr_final: NonNegative = 0.0
-    """Learning rate at the end of a linear or cosine decay."""
-    warmup_steps: Natural = 0
-    """Optimizer steps of linear warm-up."""
-    decay_steps: Count | None = None
-    """Optimizer steps from the end of the warm-up until --lr-final is reached; default: the rest of the run."""
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of AdamW's moments."""
-    adam_eps: NonNegative = 1e-8
-    """Epsilon of AdamW."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of weight matrices (not of biases and norms)."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip the global gradient norm to this; 0: no clipping."""
-    batch_size: Count = 64
-    """Rows per optimizer step, over all processes."""
-    micro_batch_size: Count = 8
-    """Rows per process and forward pass; sft, ppo and grpo take more of shorter rows, up to the tokens of so many of
-    the longest. Changes memory and speed; the result only by rounding."""
-
-    def learning_rate(self, step, total_steps):
-        """The rate of step `step`, counted from 0: a linear warm-up to lr, a decay to lr_final, then constant."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.lr_schedule == "constant":
-            return self.lr
-        progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps or total_steps - self.warmup_steps))
-        if self.lr_schedule == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return self.lr + (self.lr_final - self.lr) * progress
-
-    def make_optimizer(self, model):
-        """AdamW on the trainable weights of a model, with weight decay on matrices only."""
-
-        weights = [weight for weight in model.parameters() if weight.requires_grad]
-        groups = [([w for w in weights if w.ndim > 1], self.weight_decay), ([w for w in weights if w.ndim < 2], 0.0)]
-        groups = [{"params": members, "weight_decay": decay} for members, decay in groups if members]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.adam_betas, eps=self.adam_eps, fused=True)
-
-
-@dataclass
-class TextArgs(RunArgs, ModelArgs, OptimizerArgs):
-    """Flags of a script that trains a language model and samples from it."""
-
-    max_new_tokens: Count = 64
-    """Maximum length of a response, in tokens."""
-    stop: tuple[StopString, ...] = ()
-    """Strings that end a response; a shell writes a newline as $'\\n'. Tokens up to the one that completes the string
-    are kept, and rollouts train on them. Reward and metric see the text before the string, without trailing space."""
-    eval_temperature: NonNegative = 1.0
-    """Sampling temperature in evaluations; 0: greedy."""
-    top_k: Natural = 0
-    """Evaluations sample from the k most likely tokens; 0: from all."""
-    top_p: Share = 1.0
-    """Evaluations sample from the smallest set of tokens whose probabilities sum to this; 1: from all."""
-    decode_batch_size: Count = 256
-    """Rows that a process decodes at once. Changes memory and speed; the result only by rounding."""
-    metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
-
-    def evaluation(self):
-        """Options of `generate_all` in evaluations."""
-        names = ("seed", "stop", "max_new_tokens", "decode_batch_size", "top_k", "top_p")
-        return {name: getattr(self, name) for name in names} | {"temperature": self.eval_temperature}
-
-
-@dataclass
-class RolloutArgs(TextArgs):
-    """Flags of a script that trains a language model on its own samples."""
-
-    max_prompt_length: Count | None = None
-    """Drop prompts with more tokens than this, and count them. Default: one that does not fit the model is an error."""
-    rollout: str | None = None
-    """file.py:function(sample, prompt_ids, **columns) -> a list of (ids, trained) per row: responses with tools, of
-    several turns or of another engine (algos/README.md, "Rollouts of your own"). Default: one sample per prompt."""
-    ref_model: str | None = None
-    """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
-    total_episodes: Count = 65536
-    """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
-    temperature: Positive = 1.0
-    """Sampling temperature of rollouts. Log-probabilities are those of the distribution at this temperature."""
-
-    @property
-    def num_iterations(self):
-        return self.total_episodes // self.rollout_batch_size
-
-    @property
-    def steps_per_iteration(self):
-        return self.ppo_epochs * (self.rollout_batch_size // self.batch_size)

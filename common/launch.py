@@ -191,18 +191,11 @@ def accumulate(accelerator, model, micro_batches):
             screen.advance(1 / len(micro_batches))
 
 
-def optimizer_step(accelerator, model, optimizer, lr, max_grad_norm, step, where, loss=None):
-    """Clips the gradient, takes a step and clears the gradient. Returns the norm before clipping. If it or the loss is
-    not finite, raises NotFinite, which names the step and `where`, before the weights change."""
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf).item()
-    if not math.isfinite(grad_norm) or not math.isfinite(loss or 0):
-        found = "" if loss is None else f"loss {loss}, "
-        raise NotFinite(f"step {step}: {found}gradient norm {grad_norm}, {where}; the last checkpoint is intact")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return grad_norm
+def require_finite(step, where, **numbers):
+    """NotFinite, which names the step and `where`, unless all numbers are finite: call it before the weights change."""
+    if not all(map(math.isfinite, numbers.values())):
+        found = ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in numbers.items())
+        raise NotFinite(f"step {step}: {found}, {where}; the last checkpoint is intact")
 
 
 def reduce_sums(accelerator, sums):

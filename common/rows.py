@@ -201,3 +201,9 @@ def texts(rows, column, flag):
         if not isinstance(text, str) or text.encode(errors="ignore").decode() != text:
             raise InputError(f"{flag} row {number}: {column!r} must be valid text, not {text!r:.60}")
     return [row[column] for row in rows]
+
+
+def longest_rows(lengths, count):
+    """The numbers of `count` rows with --check, the longest first; more than there are begin again."""
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [longest_first[place % len(lengths)] for place in range(count)]

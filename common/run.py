@@ -49,7 +49,7 @@ from common.identity import (
 )
 from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
 from common.report import change_of, draw_curves, facts_of, model_card, screen, table_of, visible
-from common.seeding import rng, seed_libraries, stream_rows
+from common.seeding import rng, seed_libraries
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 
@@ -328,14 +328,6 @@ class Run:
                 self.start = time.monotonic()
             screen.show("optimizer steps", self.steps_per_iteration)
             yield self.iteration
-
-    def draw_rows(self, lengths, start, count):
-        """The numbers of `count` rows from position `start` of an endless stream in keyed random order; with --check,
-        of the longest. lengths: of all rows."""
-        if not self.args.check:
-            return stream_rows(self.args.seed, "data", len(lengths), start, count)
-        longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        return [longest_first[place % len(lengths)] for place in range(count)]
 
     def lap(self, part):
         """Ends a part of an iteration, such as its rollout, whose seconds go to perf.jsonl."""

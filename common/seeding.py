@@ -20,14 +20,6 @@ def rng(seed, stream, *ids):
     return np.random.Generator(np.random.Philox(key=key))
 
 
-def stream_rows(seed, stream, size, start, count):
-    """Entries start .. start + count - 1 of an endless stream of row indices: keyed permutations of range(size), one
-    per epoch, joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
-    epochs = range(start // size, (start + count - 1) // size + 1)
-    rows = np.concatenate([rng(seed, stream, epoch).permutation(size) for epoch in epochs])
-    return rows[start % size :][:count].tolist()
-
-
 def seed_libraries(seed, deterministic=False):
     """Seeds the global generators for code that is not ours (a user's reward, an adapter's initialisation).
     deterministic also asks torch for deterministic kernels; call it before the first CUDA operation."""

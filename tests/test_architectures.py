@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algos import dpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks
-from common.cli import OptimizerArgs, from_task
+from common.cli import from_task
 from common.errors import InputError
 from common.lm import graphs as cuda_graphs
 from common.lm.classifier import classifier_logits
@@ -137,7 +137,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
     rows; all metrics are finite, and what should be trained is."""
 
     def main(script, **flags):
-        made = recorded(monkeypatch, OptimizerArgs, "make_optimizer")
+        made = recorded(monkeypatch, script, "make_optimizer")
         number = len(list(tmp_path.iterdir()))
         settings = {"lr": 1e-2, "eval_every": 0, "save_every": 0, "threads": 1, "batch_size": 5, "micro_batch_size": 3}
         settings |= {"run_dir": str(tmp_path / f"{number}"), "model": folder, "warmup_steps": 0}
@@ -146,7 +146,7 @@ def run(monkeypatch, capsys, folder, tmp_path):
         metrics, run_dir = script.main(script.Args(**settings | flags))
         for record in log(run_dir):
             assert all(map(math.isfinite, record.values()))
-        model = made[0][0][1].eval()
+        model = made[0][0][0].eval()
         if "lora_r" not in flags:
             assert_trained(getattr(model, "lm", model), folder)
         return metrics, run_dir, model, capsys.readouterr().out

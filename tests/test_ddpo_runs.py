@@ -16,7 +16,6 @@ from test_ddpo import slow_advantages
 from algos import ddpo
 from benchmarks.tasks import shapes
 from common import launch
-from common.seeding import stream_rows
 
 ROWS = [{"prompt": caption, "target": i / 4, "note": {"id": i}} for i, caption in enumerate(shapes.CAPTIONS[:5])]
 
@@ -114,7 +113,6 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
     """Two epochs of two passes, on two of three steps: the gradient of each of eight updates is that of the mean of its
     pairs, taken one by one. Rewards are integers."""
     sampled = recorded(monkeypatch, ddpo, "sample_images")
-    optimizer_step = ddpo.optimizer_step
     rewarded = []
     advantages = []
     history = {}
@@ -122,7 +120,7 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
     losses = []
 
     def reward(prompts):
-        assert prompts == [ROWS[i]["prompt"] for i in stream_rows(1, "data", len(ROWS), 8 * len(rewarded), 8)]
+        assert prompts == [ROWS[i]["prompt"] for i in ddpo.draw_rows(1, len(ROWS), 8 * len(rewarded), 8)]
         rewards = [(7 * i * i + 5 * len(rewarded)) % 11 for i in range(8)]
         rewarded.append(rewards)
         expected = [(x - fmean(rewards)) / (pstdev(rewards) + 1e-8) for x in rewards]
@@ -131,7 +129,8 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
         advantages.append([max(-1.2, min(1.2, x)) for x in expected])
         return rewards
 
-    def checked(accelerator, unet, optimizer, lr, max_grad_norm, step, where):
+    def checked(step, where, gradient_norm):
+        [((unet, _), _)] = made
         epoch, number = divmod(step - 1, 4)
         (_, policy, prompts, _, args, *_), found = sampled[epoch]
         pairs = torch.cat([*ddpo.pair_minibatches(args, epoch + 1, [0, 1, 2], 0, 1)][number]).tolist()
@@ -145,10 +144,10 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
         gradients = torch.autograd.grad(torch.cat(losses[-8:]).mean(), trained)
         for weight, gradient in zip(trained, gradients, strict=True):
             torch.testing.assert_close(weight.grad, gradient, rtol=1e-7, atol=1e-9)
-        return optimizer_step(accelerator, unet, optimizer, lr, max_grad_norm, step, where)
 
-    monkeypatch.setattr(ddpo, "optimizer_step", checked)
-    flags = {"ppo_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3}
+    made = recorded(monkeypatch, ddpo, "make_optimizer")
+    monkeypatch.setattr(ddpo, "require_finite", checked)
+    flags = {"ppo_epochs": 2, "micro_batch_size": 5, "adv_clip_max": 1.2, "stat_buffer_size": 3, "max_grad_norm": 0}
     flags |= {"timestep_fraction": 0.7, "per_prompt_stats": per_prompt_stats, "guidance_scale": 3.0}
     num_epochs = 2 if per_prompt_stats else 1
     flags |= {"dtype": "float64", "negative_prompt": "a green square", "num_epochs": num_epochs}

@@ -267,16 +267,16 @@ def test_the_learning_rate_of_a_continued_run_goes_on(monkeypatch, gpt2_dir, tmp
     """Stopped by an error in the fourth step, which it repeats."""
     flags = {"total_steps": 5, "save_every": 1, "batch_size": 3, "warmup_steps": 2}
     _, whole = run_dpo(gpt2_dir, tmp_path / "whole", **flags)
-    step = dpo.optimizer_step
+    require_finite = dpo.require_finite
     calls = []
 
-    def stopping(*arguments):
+    def stopping(*arguments, **numbers):
         calls.append(1)
         if len(calls) == 4:
             raise ConnectionError("gone")
-        return step(*arguments)
+        require_finite(*arguments, **numbers)
 
-    monkeypatch.setattr(dpo, "optimizer_step", stopping)
+    monkeypatch.setattr(dpo, "require_finite", stopping)
     with pytest.raises(ConnectionError):
         run_dpo(gpt2_dir, tmp_path / "run", **flags)
     _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
@@ -307,11 +307,9 @@ def test_a_kept_reference_is_released(monkeypatch, gpt2_dir, tmp_path):
     """After its pass nothing holds the second model, so its memory is free while the policy trains."""
     made = recorded(monkeypatch, dpo, "make_reference")
     alive = []
-    step = dpo.optimizer_step
 
-    def stepping(*args):
+    def stepping(*args, **numbers):
         alive.append(references[0]() is not None)
-        return step(*args)
 
     references = []
     prepare = dpo.prepare
@@ -320,7 +318,7 @@ def test_a_kept_reference_is_released(monkeypatch, gpt2_dir, tmp_path):
         references.append(weakref.ref(made.pop()[1]))
         return prepare(*args)
 
-    monkeypatch.setattr(dpo, "optimizer_step", stepping)
+    monkeypatch.setattr(dpo, "require_finite", stepping)
     monkeypatch.setattr(dpo, "prepare", preparing)
     for kept in (True, False):
         references.clear()

@@ -250,9 +250,9 @@ from torch.distributed.checkpoint import state_dict
 state_dict.set_optimizer_state_dict = lambda *args, **options: None
 """,
     "one row of the data": """
-import common.seeding as s
-rows = s.stream_rows
-s.stream_rows = lambda seed, stream, size, start, count: rows(seed, stream, size, start + 1, count)
+import algos.ppo as s
+rows = s.draw_rows
+s.draw_rows = lambda seed, size, start, count: rows(seed, size, start + 1, count)
 """,
     "the lines of lost steps": "c.keep_lines = lambda *args, **options: None",
 }

@@ -172,15 +172,15 @@ TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
-STOP = r"--stop \n\nQ begins with a backslash and a letter: a line break is $'\n' in a shell"
+STOP = "must be texts that are not empty, with a line break as $'\\n' in a shell"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
-    ("grpo", {"stop": ("END", "")}, "--stop ('END', '') must be texts that are not empty"),
-    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, STOP),
+    ("grpo", {"stop": ("END", "")}, f"--stop ('END', '') {STOP}"),
+    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, f"--stop {(r'\text{', r'\nabla', r'\n\nQ')} {STOP}"),
     ("ddpo", {"dtype": "float16"}, "--dtype float16 must be one of float32, bfloat16, float64"),
     ("sft", {"mixed_precision": "fp16"}, "--mixed-precision fp16 must be one of no, bf16"),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),

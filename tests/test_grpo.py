@@ -451,7 +451,7 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
     rollouts = rolled(monkeypatch, grpo)
     flags = {"dataset": rows, "reward": reward, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
     run_grpo(gpt2_dir, tmp_path / "run", **flags)
-    places = np.repeat(seeding.stream_rows(1, "data", 7, 0, 15), G).reshape(3, 15).tolist()
+    places = np.repeat(grpo.draw_rows(1, 7, 0, 15), G).reshape(3, 15).tolist()
     for numbers, (prompts, shown), (arguments, batch) in zip(places, seen, rollouts, strict=True):
         *_, rows_of_batch, given, _, _, _ = arguments
         assert rows_of_batch == [rows[n] for n in numbers]

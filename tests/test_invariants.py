@@ -287,7 +287,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
     metrics, run_dir = run_sft(gpt2_dir, tmp_path / "run", ROWS, **flags)
     model, _ = load_model(from_task(sft.Args, sft.TASK, dtype="float64"), gpt2_dir)
     optimizer = adamw(model, 0.0)
-    order = seeding.stream_rows(1, "data", 7, 0, 10)
+    order = sft.draw_rows(1, 7, 0, 10)
     for lr, places in ((1e-2, order[:5]), (5e-3, order[5:])):
         nll = []
         for place in places:

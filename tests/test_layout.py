@@ -217,8 +217,8 @@ def shuffled(context, script, job):
 
         context.setattr(script, name, reordered)
     else:
-        draw_rows = Run.draw_rows
-        context.setattr(Run, "draw_rows", lambda *args: reorder(draw_rows(*args)))
+        draw_rows = script.draw_rows
+        context.setattr(script, "draw_rows", lambda *args: reorder(draw_rows(*args)))
     yield
     assert len(orders) >= 5
 

@@ -14,7 +14,6 @@ from helpers import NAN, close, random, tensor
 
 from algos import ppo, sft
 from common import seeding
-from common.cli import OptimizerArgs
 from common.lm import sampling
 from common.lm.evaluation import Responses
 
@@ -166,8 +165,8 @@ def test_episodes_by_hand():
 
 def test_learning_rate_closed_forms():
     def rates(steps, total=20, **flags):
-        args = SimpleNamespace(**{"lr": 2.0, "lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
-        return [OptimizerArgs.learning_rate(args, step, total) for step in steps]
+        args = SimpleNamespace(**{"lr_final": 0.0, "warmup_steps": 0, "decay_steps": None} | flags)
+        return [ppo.learning_rate(2.0, step, total, args) for step in steps]
 
     for kind in ("constant", "linear", "cosine"):
         assert rates(range(4), lr_schedule=kind, warmup_steps=4) == pytest.approx([0.5, 1.0, 1.5, 2.0])
@@ -213,12 +212,12 @@ def test_uniforms_are_keyed_by_the_global_row():
     assert abs(many.mean() - 0.5) < 0.012 and abs((many < 0.1).double().mean() - 0.1) < 0.012
 
 
-def test_stream_rows_is_a_stream_of_permutations():
-    long = seeding.stream_rows(1, "data", 7, 0, 35)
+def test_rows_are_a_stream_of_permutations():
+    long = ppo.draw_rows(1, 7, 0, 35)
     epochs = [long[i : i + 7] for i in range(0, 35, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 5
     for start, count in product(range(0, 22, 3), (1, 3, 7, 11)):
-        assert seeding.stream_rows(1, "data", 7, start, count) == long[start : start + count]
-    assert seeding.stream_rows(2, "data", 7, 0, 35) != long != seeding.stream_rows(1, "other", 7, 0, 35)
-    assert seeding.stream_rows(1, "data", 1, 5, 3) == [0, 0, 0]
+        assert ppo.draw_rows(1, 7, start, count) == long[start : start + count]
+    assert ppo.draw_rows(2, 7, 0, 35) != long
+    assert ppo.draw_rows(1, 1, 5, 3) == [0, 0, 0]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from algos import ilql, ppo, sft
 from common.checkpoint import export_model, full_weights
-from common.cli import OptimizerArgs, from_task
+from common.cli import from_task
 from common.errors import InputError
 from common.lm.classifier import classifier_ids
 from common.lm.load import load_model
@@ -89,10 +89,10 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
     lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, dtype=dtype), gpt2_dir)
     lm.name_or_path = ""  # a model without a home, whose weights main trains in place
     flags = {"dtype": dtype, "num_layers_unfrozen": 0 if dtype == "bfloat16" else -1}  # those of 16 bits are frozen
-    made = recorded(monkeypatch, OptimizerArgs, "make_optimizer")
+    made = recorded(monkeypatch, ppo, "make_optimizer")
     head = {"value_head": kind, "value_head_init": "normal"}
     _, run_dir = short_ppo(lm, tmp_path / "run", tokenizer=tokenizer, **head, **flags)
-    trained = made[0][0][1].eval()
+    trained = made[0][0][0].eval()
     loaded = ppo.PolicyWithValue.load(run_dir / "hf_model").eval()
     assert loaded.lm.dtype == getattr(torch, dtype)
     assert len(list(loaded.value_head.parameters())) == {"linear": 2, "mlp": 4}[kind]

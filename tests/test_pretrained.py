@@ -59,9 +59,9 @@ def run(algo, run_dir, *more, **options):
 
 def first_rows(algo, rows, size=6):
     """The rows of the first optimizer step, with the default seed."""
-    from common.seeding import stream_rows
+    from algos.sft import draw_rows
 
-    return [rows[place] for place in stream_rows(1, "data", len(rows), 0, size)]
+    return [rows[place] for place in draw_rows(1, len(rows), 0, size)]
 
 
 @torch.no_grad()

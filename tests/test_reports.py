@@ -340,8 +340,7 @@ def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
 
 def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed):
     """In both steps, of which the second one finds a changed model; both have the longest pairs."""
-    run = SimpleNamespace(args=SimpleNamespace(check=True, seed=1))
-    assert Run.draw_rows(run, [3, 9, 5], 0, 4) == [1, 2, 0, 1]
+    assert dpo.longest_rows([3, 9, 5], 4) == [1, 2, 0, 1]
     calls = recorded(monkeypatch, dpo, "pair_losses")
     asked = recorded(monkeypatch, dpo.Reference, "__call__")
     typed("dpo", "--check --batch-size 2 --eval-dataset None --metric None --eval-prompts None")

@@ -21,7 +21,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from algos import grpo, ilql, ppo, sft
 from benchmarks.tasks import randomwalks
-from common.cli import OptimizerArgs
 from common.errors import InputError
 from common.lm import evaluation, tokens
 from common.lm.structure import as_decoder, freeze
@@ -85,14 +84,14 @@ def run(monkeypatch, folder, tmp_path):
     """run(script, **flags): metrics, directory and trained model of one run of main."""
 
     def main(script, **flags):
-        made = recorded(monkeypatch, OptimizerArgs, "make_optimizer")
+        made = recorded(monkeypatch, script, "make_optimizer")
         settings = {"model": folder, "threads": 1, "save_every": 0, "lr": 1e-2, "dtype": "float64", "eval_every": 0}
         settings |= {"run_dir": str(tmp_path / f"{len(list(tmp_path.iterdir()))}"), "warmup_steps": 0}
         settings |= {"batch_size": 6, "micro_batch_size": 4} | ({"total_steps": 1} if script in (sft, ilql) else {})
         metrics, run_dir = script.main(script.Args(**settings | flags))
         for record in log(run_dir):
             assert all(map(math.isfinite, record.values()))
-        return metrics, run_dir, made[0][0][1].eval()
+        return metrics, run_dir, made[0][0][0].eval()
 
     return main
 

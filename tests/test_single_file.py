@@ -50,7 +50,7 @@ def test_the_file_is_like_those_of_the_repository(algo, alone):
     assert "".join(f"# {line}\n".replace("# \n", "#\n") for line in (ROOT / "LICENSE").read_text().splitlines()) in text
     assert ast.get_docstring(ast.parse(text)) == ast.get_docstring(ast.parse((ROOT / f"algos/{algo}.py").read_text()))
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assert len(names) == len(set(names)) and {"Args", "main", "Run", "optimizer_step"} <= set(names)
+    assert len(names) == len(set(names)) and {"Args", "main", "Run", "make_optimizer"} <= set(names)
     unread = [name for name in names if text.count(name) == 1]
     assert not unread, "nothing reads these"
 

@@ -350,14 +350,14 @@ def sample_right(
 
     from common.lm.sampling import sample, uniforms
     from common.lm.tokens import decode
-    from common.seeding import stream_rows
+    from common.seeding import rng
 
     if threads:
         torch.set_num_threads(threads)
     lm = AutoModelForCausalLM.from_pretrained(model).eval()
     characters = AutoTokenizer.from_pretrained(model)
     candidates = prompts(level)
-    chosen = stream_rows(seed, "problems", len(candidates), 0, problems)
+    chosen = rng(seed, "problems", 0).permutation(len(candidates))[:problems]
     texts = []
     for row in chosen:
         texts += [candidates[row]["prompt"]] * samples

@@ -11,8 +11,9 @@ import json
 import torch
 from measurement import ITERATIONS, column, figures, short_run
 
+from algos.ddpo import draw_rows
 from benchmarks.tasks import shapes  # found by way of measurement
-from common.seeding import rng, stream_rows
+from common.seeding import rng
 
 SIZE, CHANNELS = 16, (64, 128)  # of the latents; of the UNet's two resolutions
 LATENTS = 4  # channels
@@ -37,7 +38,7 @@ def rows():
 
 def prompts(epoch):
     """The prompts of an epoch, counted from 1, as algos/ddpo.py draws them."""
-    drawn = stream_rows(SEED, "data", IMAGES, (epoch - 1) * IMAGES, IMAGES)
+    drawn = draw_rows(SEED, IMAGES, (epoch - 1) * IMAGES, IMAGES)
     return [rows()[i]["prompt"] for i in drawn]
 
 

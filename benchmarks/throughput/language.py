@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from measurement import GPU, ITERATIONS, column, figures, short_run
 
+from algos.sft import draw_rows
 from common.lm import sampling
-from common.seeding import rng, stream_rows
+from common.seeding import rng
 
 # prompts: of grpo; batch: rows of a step of sft, reward and dpo; length: what all lengths except those of ppo are times
 SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "batch": 8, "length": 1}
@@ -166,7 +167,7 @@ def rows():
 
 def order():
     """The indices of the rows of all steps, one after the other, as algos/sft.py draws them."""
-    return stream_rows(SEED, "data", ROWS, 0, STEPS * BATCH)
+    return draw_rows(SEED, ROWS, 0, STEPS * BATCH)
 
 
 def step_lengths():
@@ -223,7 +224,7 @@ def pair_rows():
 
 def pair_order():
     """The indices of the pairs of all steps, one after the other, as both scripts draw them."""
-    return stream_rows(SEED, "data", PAIRS, 0, PAIRS)
+    return draw_rows(SEED, PAIRS, 0, PAIRS)
 
 
 def pair_flops(algorithm):
@@ -339,7 +340,7 @@ def grpo_flops():
 def given_ids(seed, stream, iteration, places, width):
     """(len(places), width) float64: the ids of the responses, where a sampler asks for its uniforms."""
     assert stream == "rollout"
-    drawn = stream_rows(seed, "data", PROMPTS, (iteration - 1) * PROMPTS, PROMPTS)
+    drawn = draw_rows(seed, PROMPTS, (iteration - 1) * PROMPTS, PROMPTS)
     table = torch.full((len(places), width), float(END), dtype=torch.float64)
     for row, place in enumerate(places):
         ids = responses()[drawn[place // GROUP]][place % GROUP]

@@ -51,18 +51,25 @@ import math
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build
-from common.launch import accumulate, on_each, prepare, reduce_sums, require_finite, unsharded
-from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs, summed
+from common.launch import accumulate, local_rows, on_each, on_main, prepare, reduce_sums, require_finite, unsharded
+from common.lm.adapters import for_sampling
+from common.lm.chat import is_chat
+from common.lm.classifier import RewardModel
+from common.lm.evaluation import evaluate_sets, log_episodes, summed, text_arguments
 from common.lm.load import lines_of_use, load_lm, make_reference
-from common.lm.logprobs import line_logprobs, score_all, token_entropies
-from common.lm.own_rollouts import call_rollout
+from common.lm.logprobs import line_logprobs, token_entropies
+from common.lm.own_rollouts import call_rollout, own_rollout
+from common.lm.sampling import have_ended, uniforms
 from common.lm.sampling import sample as sample  # for those who import it from here
-from common.lm.tokens import decode, int32, pad_rows, split_lines
-from common.rows import longest_rows, read_data, set_prefix
+from common.lm.structure import max_positions
+from common.lm.tokens import decode, encode_prompts, int32, longest_first, split_lines, tell_unended_turns
+from common.report import screen
+from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
 
@@ -224,7 +231,7 @@ def group_advantages(scores, group_size, kind):
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
     TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu
     et al. 2025, Sec. 3.2); loo: r - mean of the others (RLOO, Ahmadian et al. 2024); maxrl: (r - mean) / mean (Tajwar
-    et al. 2026), which turns round where a mean is negative: InputError. Zero in a group of equal scores.
+    et al. 2026), for scores that are not negative. Zero in a group of equal scores.
     """
     groups = scores.view(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
@@ -235,8 +242,6 @@ def group_advantages(scores, group_size, kind):
     elif kind == "loo":
         advantages = advantages * (group_size / (group_size - 1))
     elif kind == "maxrl":
-        if scores.min() < 0:
-            raise InputError(f"a score is {scores.min():g}: with --advantage-kind maxrl, none may be below 0")
         advantages = advantages / groups.mean(1, keepdim=True)
     elif kind != "mean":
         raise ValueError(f"there is no advantage {kind!r}")
@@ -296,112 +301,158 @@ def no_reward(outputs, **columns):
 
 
 @dataclass
-class Episodes:
-    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
-    for each trained token, those of row 0 first; None if not known."""
+class Episode:
+    """A query with a response, on every process. Tensors have a number for each trained token, (R,)."""
 
-    prompts: list  # texts
-    queries: list  # their ids
-    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
-    row_of: torch.Tensor  # (N,) the row of each trained token
-    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
+    row: dict  # of the data set, with what a --rollout function has added
+    query: list  # ids of the prompt
+    response: list  # ids, with the end token
+    trained: list  # for each id of the response, whether it is trained: all are, but with a --rollout function
+    ended: bool  # by itself: by an end token or a stop string
+    score: float
+    advantage: float = 0.0
+    weight: float = 0.0  # of each of its tokens in the loss of a step
+    logprobs: torch.Tensor | None = None  # of the policy that sampled; None: the single step computes them
+    ref_logprobs: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, queries, responses, device):
-        """Of B queries and their `Responses`."""
-        examples = []
-        row_of = []
-        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
-            labels = [-100] * len(query)
-            for token, is_trained in zip(ids, trained, strict=True):
-                labels.append(token if is_trained else -100)
-            while labels[-1] == -100:  # what comes after the last trained token changes nothing
-                labels.pop()
-            span = range(len(row_of), len(row_of) + sum(trained))
-            row_of += [len(examples)] * len(span)
-            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
-        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
-        prompts = [row["prompt"] for row in responses.rows]
-        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
+    def __post_init__(self):
+        labels = [-100] * len(self.query)
+        for token, is_trained in zip(self.response, self.trained, strict=True):
+            labels.append(token if is_trained else -100)
+        while labels[-1] == -100:  # what comes after the last trained token changes nothing
+            labels.pop()
+        self.ids = int32([*self.query, *self.response][: len(labels)])
+        self.labels = int32(labels)
+        self.length = sum(self.trained)  # trained tokens
 
-    def places(self, lines):
-        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
-        spans = [span for _, _, span in itertools.chain(*lines)]
-        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
-
-    def grid(self, column):
-        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
-        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
+    @property
+    def example(self):
+        """As a line of `line_logprobs` has it."""
+        return self.ids, self.labels, self
 
 
-@dataclass
-class Rollout(Episodes):
-    """Queries with responses, those of a group next to each other, and what is known about them."""
-
-    logprobs: torch.Tensor | None = None  # (N,) of the policy that sampled; None: the single step computes them
-    ref_logprobs: torch.Tensor | None = None  # (N,)
-    scores: torch.Tensor | None = None  # (B,) float64
-    truncated: torch.Tensor | None = None  # (B,) bool, did not end
-    advantages: torch.Tensor | None = None  # (B,) float64
+def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
+    """Responses (ids) to queries (lists of ids), y ~ pi(. | x), on every process, each of which samples a share.
+    Response i has at most limits[i] tokens, of which the t-th takes the t-th number of the stream (iteration, i):
+    neither batches nor processes change it."""
+    local = local_rows(accelerator, len(queries))
+    found = {}
+    screen.show("sampling", len(local))
+    with accelerator.autocast(), for_sampling(lm):
+        for places in longest_first([len(queries[row]) for row in local], args.decode_batch_size):
+            rows = [local[place] for place in places]
+            contexts = [queries[row] for row in rows]
+            rooms = [limits[row] for row in rows]
+            draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
+            found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
+    return gather_object([found[row] for row in local])[: len(queries)]
 
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query (B lists of ids, with their rows), and asks policy and reference for its
-    log-probabilities and the reward for its score. Returns the batch, and {metric: mean} of the other columns of the
-    reward."""
-    device = accelerator.device
+    """(episodes, {metric: mean}): samples a response to each query (B lists of ids, with their rows), asks the reward
+    for its score, and policy and reference for its log-probabilities. The metrics are other columns of the reward."""
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
-    responses = generate_all(
-        accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop,
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        rows=rows, rollout=data.rollout,
-    )  # fmt: skip
-    batch = Rollout.of(queries, responses, device)
-    # 2. log-probabilities of the policy, log-probabilities of the reference
+    if data.rollout is None:
+        limits = [args.max_new_tokens] * len(queries)
+        responses = generate(accelerator, lm, tokenizer, queries, limits, iteration, args)
+        trained = [[True] * len(response) for response in responses]
+        ended = have_ended(lm, tokenizer, queries, responses, args.stop)
+    else:
+        responses, trained, ended, rows = own_rollout(
+            accelerator, lm, tokenizer, data.rollout, rows, queries, ("rollout", iteration), seed=args.seed,
+            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, temperature=args.temperature,
+        )  # fmt: skip
+    # 2. r(x, y): once for all texts, or by a reward model
+    outputs = decode(tokenizer, queries, responses, args.stop)
+    given = text_arguments(tokenizer, rows, responses, outputs)
+    columns = {}
+    screen.show("scoring")
+    if isinstance(data.reward, RewardModel):
+        scores = data.reward.score_all(accelerator, given["samples"], ended)
+    else:
+        scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
+    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
+    scores = list(map(summed, scores))
+    if args.advantage_kind == "maxrl":
+        on_each(accelerator, refuse_negative, scores)
+    fields = zip(rows, queries, responses, trained, ended, scores, strict=True)
+    episodes = [Episode(*values) for values in fields]
+    # 3. log-probabilities of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently; a single optimizer step computes the policy's itself
     if args.steps_per_iteration > 1:
-        batch.logprobs = all_logprobs(accelerator, model, batch, args)
+        store_logprobs(accelerator, model, episodes, "logprobs", args)
     if ref is not None:
-        batch.ref_logprobs = all_logprobs(accelerator, ref, batch, args)
-    # 3. the reward of the texts
-    outputs = decode(tokenizer, queries, responses.ids, args.stop)
-    scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
-    batch.scores = torch.tensor([summed(score) for score in scores], dtype=torch.float64, device=device)
-    batch.truncated = ~torch.tensor(responses.ended, device=device)
-    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
-    return batch, parts
+        store_logprobs(accelerator, ref, episodes, "ref_logprobs", args)
+    return episodes, parts
 
 
-@torch.no_grad()
-def all_logprobs(accelerator, model, batch, args):
-    """(N,) log-probabilities of the trained tokens of all responses, on every process."""
+def refuse_negative(scores):
+    """InputError if a score is negative: --advantage-kind maxrl divides by the mean, which would turn it round."""
+    if min(scores) < 0:
+        raise InputError(f"a score is {min(scores):g}: with --advantage-kind maxrl, none may be below 0")
+
+
+def store_logprobs(accelerator, model, episodes, name, args):
+    """Gives every episode, as the field `name`, the log-probabilities of its trained tokens."""
 
     def logprobs_of(lines):
         with accelerator.autocast():  # ref is not prepared: nothing else casts for it
             logprobs, _, _ = line_logprobs(model, lines, args.temperature)
-        return {"logprobs": logprobs}
+        return {name: logprobs}
 
-    return score_all(accelerator, batch, args.micro_batch_size, logprobs_of)["logprobs"]
+    store_columns(accelerator, episodes, args, logprobs_of)
 
 
-def rollout_metrics(batch, args):
+@torch.no_grad()
+def store_columns(accelerator, episodes, args, columns_of):
+    """Gives every episode, on every process, what columns_of(lines) computes of micro-batches: {field: (n,)}, with a
+    number for each trained token. Each process computes a share."""
+    lengths = [episode.length for episode in episodes]
+    begin_of = dict(zip(map(id, episodes), itertools.accumulate(lengths, initial=0), strict=False))
+    columns = {}
+    for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
+        places = [range(begin_of[id(e)], begin_of[id(e)] + e.length) for e in episodes_of(lines)]
+        places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
+        for name, values in columns_of(lines).items():
+            if name not in columns:
+                columns[name] = values.new_zeros(sum(lengths))
+            columns[name][places] = values
+    for name, values in columns.items():
+        # every token is scored by one process and zero in the others: the sum is exact
+        parts = accelerator.reduce(values).split(lengths)
+        for episode, part in zip(episodes, parts, strict=True):
+            setattr(episode, name, part)
+
+
+def episodes_of(lines):
+    """The episodes in lines; a line that only fills the share of a process has none."""
+    return [episode for [(_, _, episode)] in lines if episode]
+
+
+def of_all(episodes, name, like=None):
+    """(n,): a field that has a number for each trained token, of all episodes. like: a tensor of the type of the
+    result, where there may be no episode."""
+    parts = [getattr(episode, name) for episode in episodes]
+    return torch.cat(parts) if parts else like.detach()[:0]
+
+
+def rollout_metrics(episodes, args):
     """Statistics of the global batch."""
-    scores = batch.scores
+    scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64)
     groups = scores.view(-1, args.group_size)
-    metrics = {
-        "objective/scores": scores.mean(),
-        "objective/scores_std": scores.std(correction=0),
-        "groups/equal": (groups.amax(1) == groups.amin(1)).double().mean(),
-        "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
-        "tokens/truncated_rate": batch.truncated.double().mean(),
+    size = len(episodes)
+    ended = sum(episode.ended for episode in episodes)
+    return {
+        "objective/scores": scores.mean().item(),
+        "objective/scores_std": scores.std(correction=0).item(),
+        "groups/equal": (groups.amax(1) == groups.amin(1)).double().mean().item(),
+        "tokens/eos_rate": ended / size,  # stop strings included
+        "tokens/truncated_rate": 1 - ended / size,
+        "tokens/queries_len": sum(len(episode.query) for episode in episodes) / size,
+        "tokens/responses_len": sum(episode.length for episode in episodes) / size,
     }
-    lengths = {
-        "tokens/queries_len": sum(map(len, batch.queries)) / len(scores),
-        "tokens/responses_len": len(batch.row_of) / len(scores),
-    }
-    return {name: mean.item() for name, mean in metrics.items()} | lengths
 
 
 # ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
@@ -445,111 +496,116 @@ def learning_rate(peak, step, total_steps, args):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(accelerator, batch, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of an epoch: the numbers of its episodes, from a keyed permutation,
-    and the lines of this process's share of them, micro-batch by micro-batch."""
-    order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-    has_advantage = (batch.advantages != 0).cpu()
-    for rows in order.split(args.batch_size):
-        kept = rows
+def minibatches(accelerator, episodes, args, iteration, epoch):
+    """(episodes, micro_batches) of each optimizer step of an epoch: those of the step in all processes, in a keyed
+    random order, and the lines of this process's share of them, micro-batch by micro-batch."""
+    order = rng(args.seed, "minibatches", iteration, epoch).permutation(len(episodes))
+    for begin in range(0, len(order), args.batch_size):
+        minibatch = [episodes[place] for place in order[begin : begin + args.batch_size]]
+        kept = minibatch
         if args.kl_coef == 0:
-            # without a KL, an episode without an advantage has no gradient, though it counts in the mean
-            kept = rows[has_advantage[rows]]
-            if len(kept) == 0:
-                kept = rows[:1]  # a step without a gradient is a step of AdamW all the same
-        yield rows, split_lines(accelerator, [batch.examples[row] for row in kept.tolist()], args.micro_batch_size)
+            # saves time only: without a KL, an episode without an advantage has no gradient, but counts in the mean
+            kept = [episode for episode in minibatch if episode.advantage] or minibatch[:1]
+        examples = [episode.example for episode in kept]
+        yield minibatch, split_lines(accelerator, examples, args.micro_batch_size)
 
 
-def losses(model, batch, lines, weights, counts, args):
+def losses(model, lines, counts, args):
     """(loss, metrics): this micro-batch's shares of the step's loss (float64) and of the iteration's means.
 
-    weights (B,): of each token of an episode in the loss (`token_weights`). counts: how many "steps", "sequences",
-    "tokens" and tokens "with an advantage" the means of the iteration are over. policy/clipfrac counts tokens whose
-    gradient (clip) or weight (cispo) is clipped. policy/entropy and policy/nll are, without a KL, of tokens with an
-    advantage only. objective/ and policy/nll are of the policy that sampled, the others of the one that is trained.
+    counts: how many "steps", "sequences", "tokens" and tokens "with an advantage" the means of the iteration are over.
     """
+    episodes = episodes_of(lines)
     entropies_of = torch.no_grad()(token_entropies)
     new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, entropies_of)  # (n,), as all that follow
-    places = batch.places(lines)
-    row_of = batch.row_of[places]  # the episode of each token
-    advantages = batch.advantages[row_of]
+    lengths = [episode.length for episode in episodes]
+    numbers = torch.tensor([[episode.advantage, episode.weight] for episode in episodes], dtype=torch.float64)
+    numbers = numbers.view(-1, 2).repeat_interleave(torch.tensor(lengths, dtype=torch.long), 0)
+    advantages, weights = numbers.to(new_logprobs.device).unbind(1)
     # log-probabilities of the policy that sampled. A single step trains this very policy: then they are those of this
     # forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
-    if batch.logprobs is not None:
-        logprobs = batch.logprobs[places]
+    if args.steps_per_iteration > 1:
+        logprobs = of_all(episodes, "logprobs", new_logprobs)
     log_ratio = new_logprobs - logprobs
     if args.ratio_level == "sequence":
-        log_ratio = sequence_means(log_ratio, [len(span) for [(_, _, span)] in lines])
+        log_ratio = sequence_means(log_ratio, lengths)
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.policy_loss == "clip":
         pg = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
     else:
         pg = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
     # a new term needs all episodes: without a KL, `minibatches` leaves out those without an advantage
-    loss = (weights[row_of] * pg).sum()
+    loss = (weights * pg).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
+    metrics |= token_metrics(log_ratio, logprobs, entropies, advantages, counts, args)
     if args.kl_coef:
-        ref_logprobs = batch.ref_logprobs[places]
+        ref_logprobs = of_all(episodes, "ref_logprobs", new_logprobs)
         kl = kl_k3(new_logprobs, ref_logprobs)
         if args.unbiased_kl:
             kl = kl * log_ratio.exp()
-        kl_loss = (weights[row_of] * kl).sum()
+        kl_loss = (weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
-        metrics["policy/entropy"] = entropies.detach().double().sum() / counts["tokens"]
-        metrics["policy/nll"] = -logprobs.double().sum() / counts["tokens"]
-    if counts["with an advantage"] == 0:
-        return loss, metrics
-    with torch.no_grad():
-        ratio = log_ratio.exp()
-        above = ratio > 1 + cliprange_high
-        below = ratio < 1 - args.cliprange
-        clipped = torch.where(advantages > 0, above, below) if args.policy_loss == "clip" else above | below
-        terms = {
-            "policy/approxkl": log_ratio.square() / 2,
-            "policy/clipfrac": clipped,
-            "policy/ratio": ratio,
-        }
-        if not args.kl_coef:
-            terms |= {"policy/entropy": entropies, "policy/nll": -logprobs}
-        for name, term in terms.items():
-            total = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64)
-            metrics[name] = total / counts["with an advantage"]
     return loss, metrics
 
 
-def update(run, model, optimizer, batch, args):
+@torch.no_grad()
+def token_metrics(log_ratio, logprobs, entropies, advantages, counts, args):
+    """Shares of the iteration's means over tokens with an advantage; policy/entropy and policy/nll with a KL over all
+    tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped. policy/nll is of the
+    policy that sampled, the others of the one that is trained. All tensors (n,)."""
+    terms = {"policy/entropy": entropies, "policy/nll": -logprobs}
+    metrics = {}
+    if args.kl_coef:
+        for name, term in terms.items():
+            metrics[name] = term.double().sum() / counts["tokens"]
+        terms = {}
+    if counts["with an advantage"] == 0:
+        return metrics
+    ratio = log_ratio.exp()
+    cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
+    above = ratio > 1 + cliprange_high
+    below = ratio < 1 - args.cliprange
+    clipped = torch.where(advantages > 0, above, below) if args.policy_loss == "clip" else above | below
+    terms |= {"policy/approxkl": log_ratio.square() / 2, "policy/clipfrac": clipped, "policy/ratio": ratio}
+    for name, term in terms.items():
+        total = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64)
+        metrics[name] = total / counts["with an advantage"]
+    return metrics
+
+
+def update(run, model, optimizer, episodes, args):
     """Epochs of minibatches, with one optimizer step each. Returns metrics: means over the steps, sequences or tokens
     of all epochs."""
     accelerator = run.accelerator
-    lengths = batch.mask.sum(1)  # (B,) trained tokens of each episode, on the device
-    with_advantage = int((batch.advantages != 0)[batch.row_of].sum())  # tokens
     counts = {
         "steps": args.steps_per_iteration,
-        "sequences": args.rollout_batch_size * args.ppo_epochs,
-        "tokens": len(batch.row_of) * args.ppo_epochs,
-        "with an advantage": with_advantage * args.ppo_epochs,
+        "sequences": len(episodes) * args.ppo_epochs,
+        "tokens": sum(episode.length for episode in episodes) * args.ppo_epochs,
+        "with an advantage": sum(e.length for e in episodes if e.advantage) * args.ppo_epochs,
     }
     step = run.step - args.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
-    weights = torch.zeros_like(batch.advantages)  # (B,): every step sets those of its rows
     model.train()  # without dropout, which loading sets to 0
     for epoch in range(args.ppo_epochs):
-        for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            # the mean is over the rows of this step in all processes, not of a micro-batch
-            weights[minibatch] = token_weights(lengths[minibatch], args.loss_mean, args.max_new_tokens)
+        for minibatch, micro_batches in minibatches(accelerator, episodes, args, run.iteration, epoch):
+            # the mean is over the episodes of this step in all processes, not of a micro-batch
+            lengths = torch.tensor([episode.length for episode in minibatch])
+            weights = token_weights(lengths, args.loss_mean, args.max_new_tokens)
+            for episode, weight in zip(minibatch, weights.tolist(), strict=True):
+                episode.weight = weight
             # yields them one by one; processes exchange gradients only in the last one
             for lines in accumulate(accelerator, model, micro_batches):
-                loss, shares = losses(model, batch, lines, weights, counts, args)
+                loss, shares = losses(model, lines, counts, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes)
                 for name, share in shares.items():
                     sums[name] += share
             step += 1
-            where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
+            where = f"{len(minibatch)} episodes whose first is {minibatch[0].row['prompt']!r:.60}"
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
             require_finite(step, where, gradient_norm=grad_norm)
             for group in optimizer.param_groups:
@@ -558,10 +614,8 @@ def update(run, model, optimizer, batch, args):
             optimizer.zero_grad()
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
-    return metrics | {
-        "optim/lr": optimizer.param_groups[0]["lr"],
-        "optim/grad_norm": grad_norm,
-    }  # the norm is that of the last step
+    # of the last step
+    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
@@ -591,15 +645,52 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
+def encode(data, lm, tokenizer, args):
+    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}, without
+    --eval-dataset of the first training rows."""
+    encoder = lm.config.is_encoder_decoder
+    if encoder and data.rollout:
+        raise InputError("--rollout does not work with an encoder-decoder, which answers once")
+
+    def encode_set(rows, flag):
+        limit = max_positions(lm)
+        return encode_prompts(rows, tokenizer, args.max_new_tokens, limit, flag, args.max_prompt_length, encoder)
+
+    data.chats = is_chat(data.rows, ["prompt"])
+    data.rows, data.queries = encode_set(data.rows, "--dataset")
+    for name, rows in data.eval_sets.items():
+        data.eval_sets[name] = encode_set(rows, set_flag(name))
+    if not data.eval_sets:
+        size = args.rollout_batch_size
+        data.eval_sets[""] = (data.rows[:size], data.queries[:size])
+    if data.chats:
+        tell_unended_turns(tokenizer)
+
+
+def load_reward(data, args, lm, tokenizer):
+    """Loads the reward model, if --reward names one. Returns its classifier, or None."""
+    if data.reward is not None:
+        return None
+    data.reward = RewardModel(args, lm, data.chats)
+    if data.chats and data.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
+        screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
+    return data.reward.model
+
+
 def summary(run, data):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     share = args.batch_size // run.accelerator.num_processes
     num_groups = args.rollout_batch_size // args.group_size
+    lengths = sorted(map(len, data.queries))
+    prompts = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+    if not args.eval_dataset:
+        prompts += f"; without --eval-dataset, evaluations take the first {len(data.eval_sets[''][0])}"
+    prompts += f"; first: {data.rows[0]['prompt'][:200]!r}"
     reference = "a model of its own" if args.ref_model else "the model at the start"
     return {
         "reference": reference if args.kl_coef else "none",
-        "data": data.report,
+        "data": prompts,
         "iterations": f"{args.num_iterations}, each of {num_groups} groups of {args.group_size} episodes",
         "steps": f"{run.steps_per_iteration} per iteration, each of {args.batch_size} episodes: {share} per process, "
         f"{args.micro_batch_size} of the longest at once",
@@ -623,17 +714,17 @@ def main(args):
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
     reward = no_reward if args.reward is None else args.reward
-    found = read_data(args.dataset, args.eval_dataset, reward=reward, metric=args.metric, rollout=args.rollout)
-    own_rollout = found.rollout and partial(call_rollout, found.rollout, args.rollout)
-    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, own_rollout)
+    data = read_data(args.dataset, args.eval_dataset, reward=reward, metric=args.metric, rollout=args.rollout)
+    if data.rollout:
+        data.rollout = partial(call_rollout, data.rollout, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
-    data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
+    encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer) if args.kl_coef else None
-    reward_model = data.load_reward(args, lm, tokenizer)
+    reward_model = load_reward(data, args, lm, tokenizer)
     run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
     optimizer = make_optimizer(lm, args)
     model = prepare(accelerator, lm, optimizer, ref, reward_model)
@@ -664,19 +755,22 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
-            batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
-        # 2. A_i: what a score has over those of its group. Through on_each, an error of maxrl loses no iteration
-        batch.advantages = on_each(accelerator, group_advantages, batch.scores, args.group_size, args.advantage_kind)
-        log_episodes(run, tokenizer, batch, batch.scores, batch.advantages, count=2 * args.group_size)
+            episodes, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+        # 2. A_i: what a score has over those of its group
+        scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64)
+        advantages = group_advantages(scores, args.group_size, args.advantage_kind).tolist()
+        for episode, advantage in zip(episodes, advantages, strict=True):
+            episode.advantage = advantage
+        log_episodes(run, tokenizer, episodes[: 2 * args.group_size], advantages)
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = parts | rollout_metrics(batch, args) | update(run, model, optimizer, batch, args)
+        metrics = parts | rollout_metrics(episodes, args) | update(run, model, optimizer, episodes, args)
         run.lap("update")
         num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
         if args.reward is not None and (num_equal == 5 or iteration == num_equal == 1):
             run.say(ALL_EQUAL.format(iteration - num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
-        run.log(run.step, metrics, tokens=len(batch.row_of), episodes=size)
+        run.log(run.step, metrics, tokens=sum(episode.length for episode in episodes), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)

@@ -45,20 +45,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
+from common.errors import InputError
 from common.functions import build, loading
-from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
-from common.lm.evaluation import Prompts, evaluate_sets, generate_all, log_episodes, score_outputs
+from common.launch import accumulate, local_rows, on_main, prepare, reduce_sums, require_finite, unsharded
+from common.lm.adapters import for_sampling
+from common.lm.chat import is_chat
+from common.lm.classifier import RewardModel
+from common.lm.evaluation import evaluate_sets, log_episodes, text_arguments
 from common.lm.load import lines_of_use, load_decoder, load_lm, make_reference, saved_heads
-from common.lm.logprobs import in_float32, line_logprobs, score_all, token_entropies
-from common.lm.own_rollouts import call_rollout
+from common.lm.logprobs import in_float32, line_logprobs, token_entropies
+from common.lm.own_rollouts import call_rollout, own_rollout
+from common.lm.sampling import have_ended, uniforms
 from common.lm.sampling import sample as sample  # for those who import it from here
-from common.lm.structure import draw_layers
-from common.lm.tokens import decode, int32, pad_rows, split_lines
-from common.rows import longest_rows, read_data, set_prefix
+from common.lm.structure import draw_layers, max_positions
+from common.lm.tokens import decode, encode_prompts, int32, longest_first, pad_rows, split_lines, tell_unended_turns
+from common.report import screen
+from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
 
@@ -396,99 +403,139 @@ class PolicyWithValue(nn.Module):
 
 
 @dataclass
-class Episodes:
-    """Queries with responses, on every process. A script adds columns: (B,) with a value for each row, or (N,) with one
-    for each trained token, those of row 0 first; None if not known."""
+class Episode:
+    """A query with a response, on every process. Tensors have a number for each trained token, (R,)."""
 
-    prompts: list  # texts
-    queries: list  # their ids
-    examples: list  # (ids, labels, span) of query and response; span: the range of its tokens in a column (N,)
-    row_of: torch.Tensor  # (N,) the row of each trained token
-    mask: torch.Tensor  # (B, R) bool: row i begins with as many True as it has trained tokens
+    row: dict  # of the data set, with what a --rollout function has added
+    query: list  # ids of the prompt
+    response: list  # ids, with the end token
+    trained: list  # for each id of the response, whether it is trained: all are, but with a --rollout function
+    ended: bool  # by itself: by an end token or a stop string
+    score: float | list  # of the response, or of each of its tokens
+    logprobs: torch.Tensor | None = None  # of the policy that sampled
+    values: torch.Tensor | None = None  # of the state before a token
+    entropies: torch.Tensor | None = None  # of the next-token distribution
+    ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None  # whitened
+    returns: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, queries, responses, device):
-        """Of B queries and their `Responses`."""
-        examples = []
-        row_of = []
-        for query, ids, trained in zip(queries, responses.ids, responses.trained, strict=True):
-            labels = [-100] * len(query)
-            for token, is_trained in zip(ids, trained, strict=True):
-                labels.append(token if is_trained else -100)
-            while labels[-1] == -100:  # what comes after the last trained token changes nothing
-                labels.pop()
-            span = range(len(row_of), len(row_of) + sum(trained))
-            row_of += [len(examples)] * len(span)
-            examples.append((int32([*query, *ids][: len(labels)]), int32(labels), span))
-        mask = pad_rows([[True] * len(span) for _, _, span in examples], False, device=device)
-        prompts = [row["prompt"] for row in responses.rows]
-        return cls(prompts, queries, examples, torch.tensor(row_of, device=device), mask)
+    def __post_init__(self):
+        labels = [-100] * len(self.query)
+        for token, is_trained in zip(self.response, self.trained, strict=True):
+            labels.append(token if is_trained else -100)
+        while labels[-1] == -100:  # what comes after the last trained token changes nothing
+            labels.pop()
+        self.ids = int32([*self.query, *self.response][: len(labels)])
+        self.labels = int32(labels)
+        self.length = sum(self.trained)  # trained tokens
 
-    def places(self, lines):
-        """(n,) where the tokens of lines are in a column (N,), in the order in which `line_logprobs` returns them."""
-        spans = [span for _, _, span in itertools.chain(*lines)]
-        return torch.tensor([*itertools.chain(*spans)], dtype=torch.long).to(self.row_of.device)
-
-    def grid(self, column):
-        """(B, R) of a column (N,): zero after the last token of a row. `grid(column)[mask]` is the column again."""
-        return torch.zeros_like(self.mask, dtype=column.dtype).masked_scatter(self.mask, column)
+    @property
+    def example(self):
+        """As a line of `line_logprobs` has it."""
+        return self.ids, self.labels, self
 
 
-@dataclass
-class Rollout(Episodes):
-    """Queries with responses, and what is known about them: columns (N,) of all trained tokens, and grids (B, R), in
-    which a row is a response."""
-
-    logprobs: torch.Tensor | None = None  # (N,) of the policy that sampled
-    values: torch.Tensor | None = None  # (N,) of the state before a token
-    entropies: torch.Tensor | None = None  # (N,) of the next-token distribution
-    ref_logprobs: torch.Tensor | None = None  # (N,)
-    raw_scores: torch.Tensor | None = None  # (B, R) from the reward; a single score is on the last token
-    truncated: torch.Tensor | None = None  # (B,) bool, did not end
-    scores: torch.Tensor | None = None  # (B, R) as trained on: shape_scores
-    rewards: torch.Tensor | None = None  # (B, R)
-    advantages: torch.Tensor | None = None  # (N,), whitened
-    returns: torch.Tensor | None = None  # (N,)
+def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
+    """Responses (ids) to queries (lists of ids), y ~ pi(. | x), on every process, each of which samples a share.
+    Response i has at most limits[i] tokens, of which the t-th takes the t-th number of the stream (iteration, i):
+    neither batches nor processes change it."""
+    local = local_rows(accelerator, len(queries))
+    found = {}
+    screen.show("sampling", len(local))
+    with accelerator.autocast(), for_sampling(lm):
+        for places in longest_first([len(queries[row]) for row in local], args.decode_batch_size):
+            rows = [local[place] for place in places]
+            contexts = [queries[row] for row in rows]
+            rooms = [limits[row] for row in rows]
+            draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
+            found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
+    return gather_object([found[row] for row in local])[: len(queries)]
 
 
 @torch.no_grad()
 def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args):
-    """Samples a response to each query (B lists of ids, with their rows), and asks policy and reference for its
-    log-probabilities and the reward for its score. Returns the batch, and {metric: mean} of the other columns of the
-    reward."""
-    device = accelerator.device
+    """(episodes, {metric: mean}): samples a response to each query (B lists of ids, with their rows), asks the reward
+    for its score, the policy for log-probabilities and values, and the reference for log-probabilities. The metrics are
+    other columns of the reward."""
     lm = accelerator.unwrap_model(model).lm
     # 1. y ~ pi(. | x)
-    limits = None
-    if args.min_length_limit:
-        limits = rng(args.seed, "limits", iteration).integers(args.min_length_limit, args.max_new_tokens + 1, len(rows))
-    responses = generate_all(
-        accelerator, lm, tokenizer, queries, ("rollout", iteration), seed=args.seed, stop=args.stop, limits=limits,
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature, decode_batch_size=args.decode_batch_size,
-        rows=rows, rollout=data.rollout,
-    )  # fmt: skip
-    batch = Rollout.of(queries, responses, device)
-    # 2. log-probabilities and values of the policy, log-probabilities of the reference
-    # computed as in training, because sampling rounds differently
-    columns_of = partial(read_lines, accelerator, model, ref, args.temperature)
-    for name, column in score_all(accelerator, batch, args.micro_batch_size, columns_of).items():
-        setattr(batch, name, column)
-    # 3. the reward of the texts
-    outputs = decode(tokenizer, queries, responses.ids, args.stop)
-    scores, columns = score_outputs(accelerator, data.reward, tokenizer, outputs, responses)
-    raw_scores = torch.tensor(place_scores(scores, responses.trained), dtype=torch.float64, device=device)
-    batch.raw_scores = batch.grid(raw_scores.to(batch.logprobs.dtype))
-    batch.truncated = ~torch.tensor(responses.ended, device=device)
+    if data.rollout is None:
+        limits = [args.max_new_tokens] * len(queries)
+        if args.min_length_limit:
+            shortest = args.min_length_limit
+            limits = (
+                rng(args.seed, "limits", iteration).integers(shortest, args.max_new_tokens + 1, len(queries)).tolist()
+            )
+        responses = generate(accelerator, lm, tokenizer, queries, limits, iteration, args)
+        trained = [[True] * len(response) for response in responses]
+        ended = have_ended(lm, tokenizer, queries, responses, args.stop)
+    else:
+        responses, trained, ended, rows = own_rollout(
+            accelerator, lm, tokenizer, data.rollout, rows, queries, ("rollout", iteration), seed=args.seed,
+            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, temperature=args.temperature,
+        )  # fmt: skip
+    # 2. r(x, y): once for all texts, or by a reward model
+    outputs = decode(tokenizer, queries, responses, args.stop)
+    given = text_arguments(tokenizer, rows, responses, outputs)
+    columns = {}
+    screen.show("scoring")
+    if isinstance(data.reward, RewardModel):
+        scores = data.reward.score_all(accelerator, given["samples"], ended)
+    else:
+        scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
     parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
-    return batch, parts
+    fields = zip(rows, queries, responses, trained, ended, scores, strict=True)
+    episodes = [Episode(*values) for values in fields]
+    # 3. log-probabilities and values of the policy, log-probabilities of the reference
+    # computed as in training, because sampling rounds differently
+    store_columns(accelerator, episodes, args, partial(read_lines, accelerator, model, ref, args.temperature))
+    return episodes, parts
 
 
 def read_lines(accelerator, model, ref, temperature, lines):
-    """{field of Rollout: (n,)} of a micro-batch, by policy and reference."""
+    """{field of Episode: (n,)} of a micro-batch, by policy and reference."""
     logprobs, values, entropies = model(lines, temperature=temperature, also=token_entropies)
     with accelerator.autocast():  # ref is not prepared: nothing else casts for it
         ref_logprobs, _, _ = line_logprobs(ref, lines, temperature)
     return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
+
+
+@torch.no_grad()
+def store_columns(accelerator, episodes, args, columns_of):
+    """Gives every episode, on every process, what columns_of(lines) computes of micro-batches: {field: (n,)}, with a
+    number for each trained token. Each process computes a share."""
+    lengths = [episode.length for episode in episodes]
+    begin_of = dict(zip(map(id, episodes), itertools.accumulate(lengths, initial=0), strict=False))
+    columns = {}
+    for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
+        places = [range(begin_of[id(e)], begin_of[id(e)] + e.length) for e in episodes_of(lines)]
+        places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
+        for name, values in columns_of(lines).items():
+            if name not in columns:
+                columns[name] = values.new_zeros(sum(lengths))
+            columns[name][places] = values
+    for name, values in columns.items():
+        # every token is scored by one process and zero in the others: the sum is exact
+        parts = accelerator.reduce(values).split(lengths)
+        for episode, part in zip(episodes, parts, strict=True):
+            setattr(episode, name, part)
+
+
+def episodes_of(lines):
+    """The episodes in lines; a line that only fills the share of a process has none."""
+    return [episode for [(_, _, episode)] in lines if episode]
+
+
+def of_all(episodes, name, like=None):
+    """(n,): a field that has a number for each trained token, of all episodes. like: a tensor of the type of the
+    result, where there may be no episode."""
+    parts = [getattr(episode, name) for episode in episodes]
+    return torch.cat(parts) if parts else like.detach()[:0]
+
+
+def on_grid(numbers, mask):
+    """(B, R) of numbers (N,), one for each True of mask (B, R): zero where mask is False."""
+    return torch.zeros_like(mask, dtype=numbers.dtype).masked_scatter(mask, numbers)
 
 
 def place_scores(scores, trained):
@@ -510,34 +557,66 @@ def place_scores(scores, trained):
     return placed
 
 
-def rollout_metrics(batch, kl_coef):
-    """Metrics of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token."""
-    scores = batch.raw_scores.sum(1)
-    errors = batch.returns - batch.values
-    size = len(batch.queries)
+def estimate_advantages(episodes, state, args):
+    """Gives episodes the advantages and returns of their tokens. Returns (raw_scores, scores, rewards), (B, R) each: as
+    the reward gave them, as trained on, and with the KL. Changes state.moments."""
+    device = episodes[0].logprobs.device
+    mask = pad_rows([[True] * episode.length for episode in episodes], False, device=device)  # (B, R)
+    logprobs, ref_logprobs, values = (of_all(episodes, name) for name in ("logprobs", "ref_logprobs", "values"))
+    placed = place_scores([episode.score for episode in episodes], [episode.trained for episode in episodes])
+    raw_scores = on_grid(torch.tensor(placed, dtype=torch.float64, device=device).to(logprobs.dtype), mask)
+    truncated = torch.tensor([not episode.ended for episode in episodes], device=device)
+    scores, state.moments = shape_scores(raw_scores, mask, truncated, state.moments, args)
+    kl = kl_penalty(logprobs, ref_logprobs, args.kl_kind)
+    rewards = token_rewards(scores, on_grid(kl, mask), mask, state.kl_coef)
+    white_rewards = rewards
+    if args.whiten_rewards:
+        white_rewards = masked_whiten(rewards, mask, shift_mean=False)
+    advantages, returns = gae(white_rewards, on_grid(values, mask), mask, args.gamma, args.lam)
+    # over the whole iteration and all processes, so that neither minibatches nor layout change it
+    advantages = masked_whiten(advantages, mask)
+    lengths = [episode.length for episode in episodes]
+    parts = zip(episodes, advantages[mask].split(lengths), returns[mask].split(lengths), strict=True)
+    for episode, own_advantages, own_returns in parts:
+        episode.advantages = own_advantages
+        episode.returns = own_returns
+    return raw_scores, scores, rewards
+
+
+def rollout_metrics(episodes, raw_scores, scores, rewards, kl_coef):
+    """Metrics of the episodes: objective/ and tokens/ are means per sequence, policy/ and val/ per token. The scores,
+    as the reward gave them and as trained on, and the rewards: (B, R)."""
+    size = len(episodes)
+    totals = raw_scores.sum(1)
+    logprobs = of_all(episodes, "logprobs")
+    ref_logprobs = of_all(episodes, "ref_logprobs")
+    returns = of_all(episodes, "returns")
+    errors = returns - of_all(episodes, "values")
+    ended = sum(episode.ended for episode in episodes)
 
     def per_sequence(x):
         return x.sum() / size
 
     metrics = {
-        "objective/kl": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "kl")),
-        "objective/kl_k3": per_sequence(kl_penalty(batch.logprobs, batch.ref_logprobs, "k3")),
-        "objective/entropy": -per_sequence(batch.logprobs),
-        "objective/scores": scores.mean(),
-        "objective/scores_std": scores.std(correction=0),
-        "objective/non_score_reward": per_sequence(batch.rewards - batch.scores),
-        "objective/rlhf_reward": per_sequence(batch.rewards),
-        "policy/entropy": batch.entropies.mean(),
-        "val/explained_variance": 1 - errors.var(correction=0) / batch.returns.var(correction=0),
+        "objective/kl": per_sequence(kl_penalty(logprobs, ref_logprobs, "kl")),
+        "objective/kl_k3": per_sequence(kl_penalty(logprobs, ref_logprobs, "k3")),
+        "objective/entropy": -per_sequence(logprobs),
+        "objective/scores": totals.mean(),
+        "objective/scores_std": totals.std(correction=0),
+        "objective/non_score_reward": per_sequence(rewards - scores),
+        "objective/rlhf_reward": per_sequence(rewards),
+        "policy/entropy": of_all(episodes, "entropies").mean(),
+        "val/explained_variance": 1 - errors.var(correction=0) / returns.var(correction=0),
         "val/error": errors.square().mean(),
-        "tokens/eos_rate": 1 - batch.truncated.double().mean(),  # stop strings included
-        "tokens/truncated_rate": batch.truncated.double().mean(),
     }
-    lengths = {
-        "tokens/queries_len": sum(map(len, batch.queries)) / size,
-        "tokens/responses_len": len(batch.row_of) / size,
+    counts = {
+        "tokens/eos_rate": ended / size,  # stop strings included
+        "tokens/truncated_rate": 1 - ended / size,
+        "tokens/queries_len": sum(len(episode.query) for episode in episodes) / size,
+        "tokens/responses_len": sum(episode.length for episode in episodes) / size,
+        "objective/kl_coef": kl_coef,
     }
-    return {name: mean.item() for name, mean in metrics.items()} | lengths | {"objective/kl_coef": kl_coef}
+    return {name: mean.item() for name, mean in metrics.items()} | counts
 
 
 # ---- Order of rows, optimizer ----------------------------------------------------------------------------------------
@@ -581,48 +660,48 @@ def learning_rate(peak, step, total_steps, args):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def minibatches(accelerator, batch, args, iteration, epoch):
-    """(rows, micro_batches) of each optimizer step of an epoch: the numbers of its episodes, from a keyed permutation,
-    and the lines of this process's share of them, micro-batch by micro-batch."""
-    order = torch.from_numpy(rng(args.seed, "minibatches", iteration, epoch).permutation(args.rollout_batch_size))
-    for rows in order.split(args.batch_size):
-        yield rows, split_lines(accelerator, [batch.examples[row] for row in rows.tolist()], args.micro_batch_size)
+def minibatches(accelerator, episodes, args, iteration, epoch):
+    """(episodes, micro_batches) of each optimizer step of an epoch: those of the step in all processes, in a keyed
+    random order, and the lines of this process's share of them, micro-batch by micro-batch."""
+    order = rng(args.seed, "minibatches", iteration, epoch).permutation(len(episodes))
+    for begin in range(0, len(order), args.batch_size):
+        minibatch = [episodes[place] for place in order[begin : begin + args.batch_size]]
+        examples = [episode.example for episode in minibatch]
+        yield minibatch, split_lines(accelerator, examples, args.micro_batch_size)
 
 
-def losses(model, batch, lines, args):
-    """(loss, sums): policy and value losses summed over the n trained tokens of a micro-batch, and {metric: sum}.
-    policy/clipfrac counts tokens whose gradient the clip removes, val/clipfrac values whose clipped error is the larger
-    one."""
+def losses(model, lines, args):
+    """(loss, sums): policy and value losses summed over the n trained tokens of a micro-batch, and {metric: sum}."""
+    episodes = episodes_of(lines)
     new_logprobs, new_values, _ = model(lines, temperature=args.temperature)  # (n,), as all that follow
-    places = batch.places(lines)
-    logprobs = batch.logprobs[places]
-    values = batch.values[places]
-    advantages = batch.advantages[places]
-    returns = batch.returns[places]
+    logprobs = of_all(episodes, "logprobs", new_logprobs)
+    values = of_all(episodes, "values", new_values)
+    advantages = of_all(episodes, "advantages", new_values)
+    returns = of_all(episodes, "returns", new_values)
     pg = policy_loss(new_logprobs, logprobs, advantages, args.cliprange)
     vf = value_loss(new_values, values, returns, args.cliprange_value)
     loss = pg.sum() + args.vf_coef * vf.sum()
-    with torch.no_grad():
-        log_ratio = new_logprobs - logprobs
-        ratio = log_ratio.exp()
-        is_clipped = torch.where(advantages > 0, ratio > 1 + args.cliprange, ratio < 1 - args.cliprange)
-        terms = {
-            "loss/policy": pg,
-            "loss/value": vf,
-            "policy/approxkl": log_ratio.square() / 2,
-            "policy/clipfrac": is_clipped & (advantages != 0),
-            "policy/ratio": ratio,
-            "val/clipfrac": vf > value_loss(new_values, values, returns, 0),
-        }
-        return loss, {name: term.double().sum() for name, term in terms.items()}
+    terms = {"loss/policy": pg, "loss/value": vf, "val/clipfrac": vf > value_loss(new_values, values, returns, 0)}
+    terms |= token_metrics(new_logprobs - logprobs, advantages, args)
+    return loss, {name: term.detach().double().sum() for name, term in terms.items()}
 
 
-def update(run, model, optimizer, batch, args):
+def token_metrics(log_ratio, advantages, args):
+    """{name: (n,)} of the tokens of a micro-batch. policy/clipfrac counts those whose gradient the clip removes."""
+    ratio = log_ratio.detach().exp()
+    is_clipped = torch.where(advantages > 0, ratio > 1 + args.cliprange, ratio < 1 - args.cliprange)
+    return {
+        "policy/approxkl": log_ratio.square() / 2,
+        "policy/clipfrac": is_clipped & (advantages != 0),
+        "policy/ratio": ratio,
+    }
+
+
+def update(run, model, optimizer, episodes, args):
     """K epochs of minibatches, with one optimizer step each. Returns metrics: means over trained tokens and epochs, and
     the numbers of epochs and skipped steps."""
     accelerator = run.accelerator
-    lengths = batch.mask.sum(1).cpu()  # trained tokens of each episode
-    tokens = len(batch.row_of)  # that are trained, of all episodes
+    tokens = sum(episode.length for episode in episodes)  # that are trained
     # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
     # episodes.
     step = run.step - args.steps_per_iteration
@@ -633,12 +712,12 @@ def update(run, model, optimizer, batch, args):
     model.train()  # without dropout, which loading sets to 0
     for epoch in range(args.ppo_epochs):
         approxkl = 0.0
-        for minibatch, micro_batches in minibatches(accelerator, batch, args, run.iteration, epoch):
-            count = int(lengths[minibatch].sum())  # trained tokens of the step, of all processes
+        for minibatch, micro_batches in minibatches(accelerator, episodes, args, run.iteration, epoch):
+            count = sum(episode.length for episode in minibatch)  # trained tokens of the step, of all processes
             ratios = 0.0
             # yields them one by one; processes exchange gradients only in the last one
             for lines in accumulate(accelerator, model, micro_batches):
-                loss, terms = losses(model, batch, lines, args)
+                loss, terms = losses(model, lines, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
                 accelerator.backward(loss * accelerator.num_processes / count)
                 for name, term in terms.items():
@@ -650,7 +729,7 @@ def update(run, model, optimizer, batch, args):
                 skipped += 1
                 optimizer.zero_grad()
                 continue
-            where = f"{len(minibatch)} episodes whose first is {batch.prompts[int(minibatch[0])]!r:.60}"
+            where = f"{len(minibatch)} episodes whose first is {minibatch[0].row['prompt']!r:.60}"
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
             require_finite(step, where, gradient_norm=grad_norm)
             for group in optimizer.param_groups:
@@ -705,13 +784,50 @@ def make_policy(args, path, lm):
     return policy.to(lm.device)
 
 
+def encode(data, lm, tokenizer, args):
+    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}, without
+    --eval-dataset of the first training rows."""
+    encoder = lm.config.is_encoder_decoder
+    if encoder and data.rollout:
+        raise InputError("--rollout does not work with an encoder-decoder, which answers once")
+
+    def encode_set(rows, flag):
+        limit = max_positions(lm)
+        return encode_prompts(rows, tokenizer, args.max_new_tokens, limit, flag, args.max_prompt_length, encoder)
+
+    data.chats = is_chat(data.rows, ["prompt"])
+    data.rows, data.queries = encode_set(data.rows, "--dataset")
+    for name, rows in data.eval_sets.items():
+        data.eval_sets[name] = encode_set(rows, set_flag(name))
+    if not data.eval_sets:
+        size = args.rollout_batch_size
+        data.eval_sets[""] = (data.rows[:size], data.queries[:size])
+    if data.chats:
+        tell_unended_turns(tokenizer)
+
+
+def load_reward(data, args, lm, tokenizer):
+    """Loads the reward model, if --reward names one. Returns its classifier, or None."""
+    if data.reward is not None:
+        return None
+    data.reward = RewardModel(args, lm, data.chats)
+    if data.chats and data.reward.tokenizer.chat_template not in (None, tokenizer.chat_template):
+        screen.say("warning: --reward reads chats as the template of --model writes them, not as its own does")
+    return data.reward.model
+
+
 def summary(run, data):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     share = args.batch_size // run.accelerator.num_processes
+    lengths = sorted(map(len, data.queries))
+    prompts = f"{len(lengths)} prompts; tokens: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}"
+    if not args.eval_dataset:
+        prompts += f"; without --eval-dataset, evaluations take the first {len(data.eval_sets[''][0])}"
+    prompts += f"; first: {data.rows[0]['prompt'][:200]!r}"
     return {
         "reference": "a model of its own" if args.ref_model else "the model at the start",
-        "data": data.report,
+        "data": prompts,
         "iterations": f"{args.num_iterations}, each of {args.rollout_batch_size} episodes",
         "steps": f"{run.steps_per_iteration} per iteration, each of {args.batch_size} episodes: {share} per process, "
         f"{args.micro_batch_size} of the longest at once",
@@ -729,17 +845,17 @@ def main(args):
     # first what the flags name, because a function of the user may start processes, before there is an Accelerator
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
-    found = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, rollout=args.rollout)
-    own_rollout = found.rollout and partial(call_rollout, found.rollout, args.rollout)
-    data = Prompts(found.rows, found.eval_sets, found.reward, found.metric, own_rollout)
+    data = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, rollout=args.rollout)
+    if data.rollout:
+        data.rollout = partial(call_rollout, data.rollout, args.rollout)
     run = Run(args, __file__)
     if run.finished:
         return run.result()
     accelerator = run.accelerator
     lm, tokenizer = load_lm(args, path, accelerator.device)
-    data.encode(lm, tokenizer, args.max_new_tokens, args.max_prompt_length, args.rollout_batch_size)
+    encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
-    reward_model = data.load_reward(args, lm, tokenizer)
+    reward_model = load_reward(data, args, lm, tokenizer)
     policy = make_policy(args, path, lm)
     run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
     optimizer = make_optimizer(policy, args)
@@ -772,30 +888,20 @@ def main(args):
         rows = [data.rows[i] for i in drawn]
         queries = [data.queries[i] for i in drawn]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
-            batch, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+            episodes, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
-        mask = batch.mask  # (B, R), of trained tokens: the tensors of this step are grids, and a row is a response
-        batch.scores, state.moments = shape_scores(batch.raw_scores, mask, batch.truncated, state.moments, args)
-        kl = batch.grid(kl_penalty(batch.logprobs, batch.ref_logprobs, args.kl_kind))
-        batch.rewards = token_rewards(batch.scores, kl, mask, state.kl_coef)
-        rewards = batch.rewards
-        if args.whiten_rewards:
-            rewards = masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = gae(rewards, batch.grid(batch.values), mask, args.gamma, args.lam)
-        # over the whole iteration and all processes, so that neither minibatches nor layout change it
-        advantages = masked_whiten(advantages, mask)
-        batch.advantages = advantages[mask]  # (N,), as the update reads them
-        batch.returns = returns[mask]
-        log_episodes(run, tokenizer, batch, batch.raw_scores.sum(1), advantages.sum(1) / mask.sum(1))
+        raw_scores, scores, rewards = estimate_advantages(episodes, state, args)
+        log_episodes(run, tokenizer, episodes[:4], [episode.advantages.mean().item() for episode in episodes[:4]])
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
-        metrics = parts | rollout_metrics(batch, state.kl_coef) | update(run, model, optimizer, batch, args)
+        metrics = parts | rollout_metrics(episodes, raw_scores, scores, rewards, state.kl_coef)
+        metrics |= update(run, model, optimizer, episodes, args)
         run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
         if args.kl_target:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
         # 5. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
-        run.log(run.step, metrics, tokens=len(batch.row_of), episodes=size)
+        run.log(run.step, metrics, tokens=sum(episode.length for episode in episodes), episodes=size)
         if run.evaluation_due(run.step):
             run.log_evaluation(run.step, evaluate(run, run.step, model, tokenizer, data, args))
         run.save(run.step, export)

@@ -20,7 +20,7 @@ EVERY = SCRIPTS + COMMON + sorted((ROOT / "benchmarks").rglob("*.py"))
 OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
 DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
-DIFFERENT |= set("Episode Rollout losses minibatches rollout rollout_metrics".split())
+DIFFERENT |= set("Episode losses minibatches rollout rollout_metrics token_metrics".split())
 OWN_FLAGS = 45  # that stand in one script at most
 
 

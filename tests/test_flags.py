@@ -172,6 +172,7 @@ TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
 USUAL = "--rollout-batch-size 512"
+TEX = (r"\text{", r"\nabla", r"\n\nQ")  # the last one is no word of TeX
 STOP = "must be texts that are not empty, with a line break as $'\\n' in a shell"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
@@ -180,7 +181,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
     ("grpo", {"stop": ("END", "")}, f"--stop ('END', '') {STOP}"),
-    ("grpo", {"stop": (r"\text{", r"\nabla", r"\n\nQ")}, f"--stop {(r'\text{', r'\nabla', r'\n\nQ')} {STOP}"),
+    ("grpo", {"stop": TEX}, f"--stop {TEX} {STOP}"),
     ("ddpo", {"dtype": "float16"}, "--dtype float16 must be one of float32, bfloat16, float64"),
     ("sft", {"mixed_precision": "fp16"}, "--mixed-precision fp16 must be one of no, bf16"),
     ("reward", {"lora_r": 1, "num_layers_unfrozen": 1}, NO_LAYERS),

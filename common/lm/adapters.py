@@ -48,10 +48,13 @@ def train_adapters(lm, args, heads=()):
 
 
 @contextlib.contextmanager
-def for_sampling(lm, dtype=None):
+def for_sampling(lm):
     """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
     keeps the casts of frozen weights: both once and not for every token. Afterwards all is bitwise as before. Adapters
-    of 4-bit or 16-bit weights stay apart, since sums would be rounded. dtype: of autocast, in which sums are kept."""
+    of 4-bit or 16-bit weights stay apart, since sums would be rounded. Under
+    autocast sums have its type."""
+    kind = lm.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with contextlib.ExitStack() as stack:
         for weight in lm.parameters():
             if not weight.requires_grad and weight.is_floating_point():
@@ -65,7 +68,7 @@ def for_sampling(lm, dtype=None):
             stack.callback(setattr, base, "weight", weight)
             stack.callback(layer.merged_adapters.clear)
             base.weight = nn.Parameter(weight.data)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast(kind, enabled=False):
                 layer.merge(safe_merge=True)  # into new memory
             if dtype is not None and not isinstance(base, nn.Embedding):
                 base.weight.data = base.weight.data.to(dtype)

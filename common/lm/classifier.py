@@ -2,11 +2,13 @@
 
 import copy
 import itertools
+import math
 
 import torch
 
-from common.errors import InputError
+from common.errors import InputError, NotFinite
 from common.functions import adapter_base
+from common.launch import local_rows
 from common.lm.chat import turn_end
 from common.lm.load import load_pretrained
 from common.lm.logprobs import in_float32
@@ -48,6 +50,21 @@ class RewardModel:
         for rows in longest_first([len(ids) for ids in encoded], self.batch_size):
             logits = classifier_logits(self.model, [[encoded[row]] for row in rows])
             scores[rows] = logits[:, self.label].double()
+        return scores
+
+    def score_all(self, accelerator, samples, ended):
+        """Scores of the texts, a list of floats on every process, each of which scores a share. Texts in `ended` get an
+        end token. NotFinite if a score is not."""
+        local = local_rows(accelerator, len(samples))
+        with accelerator.autocast():
+            own = self([samples[row] for row in local], [ended[row] for row in local])
+        scores = accelerator.gather(own)[: len(samples)].tolist()
+        score_of = {}
+        for row, text in enumerate(zip(samples, ended, strict=True)):
+            # rounding, which depends on the neighbours, would give equal texts different scores
+            scores[row] = score_of.setdefault(text, scores[row])
+            if not math.isfinite(scores[row]):
+                raise NotFinite(f"{self.name}: {scores[row]} for {samples[row]!r:.120}")
         return scores
 
 

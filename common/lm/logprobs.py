@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.launch import local_rows, named_weights
 from common.lm.structure import forward_replaced
-from common.lm.tokens import collate, first_label, longest_first, pad_rows, pair_length, split_lines
+from common.lm.tokens import collate, first_label, longest_first, pad_rows, pair_length
 from common.report import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
@@ -92,19 +92,6 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
         terms = in_chunks(terms_of, nn.Identity(), vocabulary, logits, labels.flatten()[places])
     others = None if also is None else terms[1]
     return terms[0], read[0], others
-
-
-def score_all(accelerator, episodes, micro_batch_size, score):
-    """{name: (N,)} of all trained tokens, on every process; score(lines) gives {name: (n,)} of a micro-batch."""
-    columns = {}
-    for lines in split_lines(accelerator, episodes.examples, micro_batch_size):
-        places = episodes.places(lines)
-        for name, values in score(lines).items():
-            if name not in columns:
-                columns[name] = values.new_zeros(len(episodes.row_of))
-            columns[name][places] = values
-    # every token is scored by one process and zero in the others: the sum is exact
-    return {name: accelerator.reduce(column) for name, column in columns.items()}
 
 
 def score_pairs(accelerator, score, pairs, batch_size):

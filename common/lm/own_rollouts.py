@@ -1,10 +1,81 @@
-"""Rollouts by a function of the user (--rollout): tools, several turns, other engines."""
+"""Responses by a function of the user (--rollout): tools, several turns, other engines."""
 
 import operator
 import os
 
+import torch
+from accelerate.utils import gather_object
+
 from common.errors import InputError
 from common.functions import call_function
+from common.launch import local_rows, on_each
+from common.lm.adapters import for_sampling
+from common.lm.sampling import sample, uniforms
+from common.lm.structure import end_tokens
+from common.lm.tokens import longest_first
+from common.report import screen
+from common.seeding import rng, seed_libraries
+
+
+def own_rollout(
+    accelerator, lm, tokenizer, function, rows, queries, stream, *, seed, max_new_tokens, decode_batch_size, **options
+):
+    """(responses, trained, ended, rows) of all queries (lists of ids), on every process: ids; for each id whether it is
+    trained; whether there was room for more, or the last id is an end token; the rows with the function's columns.
+
+    stream: (name, number), for rollouts ("rollout", iteration). The n-th token sampled for row i takes the n-th uniform
+    of (seed, name, number, i). options: temperature, top_k and top_p of `sample`."""
+    name, number = stream
+    local = local_rows(accelerator, len(queries))
+    own_rows = [rows[row] for row in local]
+    own_queries = [queries[row] for row in local]
+    sampled = [[] for _ in local]  # of each row: (context, ids) of every call
+
+    def sample_rows(contexts, places, stop=()):
+        """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
+        process; [] where a response has reached its limit."""
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        contexts = [list(map(int, ids)) for ids in contexts]
+        if not all(contexts) or len({*places}) < len(places) or min(places, default=0) < 0:
+            raise InputError("--rollout: `sample` takes contexts (ids) for different rows, counted from 0")
+        found = {place: [] for place in places}
+        waiting = []
+        for place, context in zip(places, contexts, strict=True):
+            room = len(own_queries[place]) + max_new_tokens - len(context)
+            if room > 0:
+                waiting.append((place, context, room))
+        screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
+        for chunk in longest_first([len(context) for _, context, _ in waiting], decode_batch_size):
+            own, heads, rooms = zip(*(waiting[number] for number in chunk), strict=True)
+            draws = []
+            for place in own:
+                done = sum(len(ids) for _, ids in sampled[place])
+                draws.append(uniforms(seed, name, number, [local[place]], done + max(rooms))[0, done:])
+            draws = torch.stack(draws).to(accelerator.device)
+            found |= zip(own, sample(lm, tokenizer, heads, draws, rooms, stop, **options), strict=True)
+        for place, context in zip(places, contexts, strict=True):
+            sampled[place].append(([*context], [*found[place]]))
+        return [found[place] for place in places]
+
+    given = {"sample": sample_rows, "prompt_ids": own_queries, "tokenizer": tokenizer, "model": lm}
+    given["prompts"] = [row["prompt"] for row in own_rows]
+    given["seeds"] = [int(rng(seed, f"{name} seeds", number, row).integers(2**32)) for row in local]
+    given |= {"temperature": options["temperature"], "max_new_tokens": max_new_tokens}
+    # the same in a continued run, and different in each process
+    seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
+    with accelerator.autocast(), for_sampling(lm):
+        segments, columns = on_each(accelerator, function, own_rows, given, sampled)
+    added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
+    rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
+    responses = []
+    trained = []
+    for parts in gather_object(segments)[: len(queries)]:
+        responses.append([token for ids, _ in parts for token in ids])
+        trained.append([is_trained for ids, is_trained in parts for _ in ids])
+    # turns may end with an end token, too: a response has ended if there was room for more
+    ends = end_tokens(lm)
+    ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in responses]
+    return responses, trained, ended, rows
 
 
 def call_rollout(function, name, rows, given, sampled):

@@ -182,3 +182,10 @@ def add_ids(response, ids, context, limit, ends, stop, tokenizer):
             if any(part in text for part in ("\ufffd", *stop)) and stopped(tokenizer, [context], [response], stop)[0]:
                 return True
     return False
+
+
+def have_ended(lm, tokenizer, queries, responses, stop):
+    """Whether each response (ids) ended by itself: by an end token of the model, or a stop string."""
+    ends = end_tokens(lm)
+    with_stop = stopped(tokenizer, queries, responses, stop)
+    return [by_stop or ids[-1] in ends for by_stop, ids in zip(with_stop, responses, strict=True)]

@@ -8,7 +8,7 @@ from array import array
 import torch
 
 from common.errors import InputError
-from common.lm.chat import chat_text, is_chat, row_segments, tell_left_out
+from common.lm.chat import chat_text, is_chat, row_segments, tell_left_out, turn_end
 from common.report import screen, visible
 from common.rows import texts
 
@@ -287,3 +287,11 @@ def split_rows(accelerator, rows, lengths, packing, batch_size):
     if packing:  # texts of any length fill a line
         own_lengths = [0] * len(local)
     return [[local[place] for place in places] for places in longest_first(own_lengths, batch_size)]
+
+
+def tell_unended_turns(tokenizer):
+    """Warns where the chat template ends a turn by a token that ends no response."""
+    words, end = turn_end(tokenizer)
+    if end and end[0] not in row_ends(tokenizer):
+        ends = f"{words.rstrip()!r} ends a turn of the chat template but no response"
+        screen.say(f"warning: {ends}, unless --stop has it")

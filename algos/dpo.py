@@ -28,6 +28,7 @@ import itertools
 import math
 import os
 import sys
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,17 +49,7 @@ from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm, make_reference
 from common.lm.logprobs import line_logprobs, score_pairs
 from common.lm.structure import can_pack, end_tokens, max_positions
-from common.lm.tokens import (
-    beginning,
-    encode_prompts,
-    in_lines,
-    int32,
-    num_labels,
-    pair_length,
-    split_rows,
-    tokenize,
-    untrained_end,
-)
+from common.lm.tokens import beginning, encode_prompts, in_lines, int32, num_labels, split_rows, tokenize, untrained_end
 from common.rows import TEXT_ARGUMENTS, longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -173,38 +164,6 @@ class Args(RunArgs, ModelArgs):
 SMOOTHED = ("sigmoid", "robust", "exo_pair")  # losses with label smoothing
 
 
-def pair_losses(policy, pairs, reference, args):
-    """Losses (B,) of pairs and rewards (2, B) of their responses, from the policy's log-probabilities (2, B).
-
-    The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant); it has no gradient.
-    """
-    ref = reference(pairs)
-    lengths = response_lengths(pairs).to(policy.device)
-    losses = dpo_loss(*policy, *ref, args.beta, args.loss_type, args.label_smoothing, lengths)
-    return losses, args.beta * (policy.detach() - ref)
-
-
-def dpo_loss(
-    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, loss_type="sigmoid", label_smoothing=0.0,
-    lengths=None,
-):  # fmt: skip
-    """Loss (B,) per pair, unreduced, from log-probabilities (B,) of the responses (sums over tokens).
-
-    lengths: tokens of the chosen and of the rejected responses, (B,) each, for ipo and sigmoid_norm, which take means.
-    """
-    shapes = {x.shape for x in (policy_chosen, policy_rejected, ref_chosen, ref_rejected)}
-    if len(shapes) > 1:
-        raise ValueError(f"shapes differ: {[tuple(shape) for shape in shapes]}")
-    if (label_smoothing and loss_type not in SMOOTHED) or (loss_type == "exo_pair" and not label_smoothing):
-        raise ValueError(f"label smoothing {label_smoothing} with the loss {loss_type}")
-    c = policy_chosen - ref_chosen
-    r = policy_rejected - ref_rejected
-    if loss_type in ("ipo", "sigmoid_norm"):
-        c = c / lengths[0]
-        r = r / lengths[1]
-    return log_ratio_loss(c, r, beta, loss_type, label_smoothing)
-
-
 def log_ratio_loss(c, r, beta, loss_type, smoothing):
     """The loss (B,) of a --loss-type, from the log-ratios c of chosen and r of rejected."""
     delta = c - r
@@ -240,11 +199,57 @@ def log_ratio_loss(c, r, beta, loss_type, smoothing):
     raise ValueError(f"there is no loss {loss_type}")
 
 
+def dpo_loss(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, loss_type="sigmoid", label_smoothing=0.0,
+    lengths=None,
+):  # fmt: skip
+    """Loss (B,) per pair, unreduced, from log-probabilities (B,) of the responses (sums over tokens).
+
+    lengths: tokens of the chosen and of the rejected responses, (B,) each, for ipo and sigmoid_norm, which take means.
+    """
+    shapes = {x.shape for x in (policy_chosen, policy_rejected, ref_chosen, ref_rejected)}
+    if len(shapes) > 1:
+        raise ValueError(f"shapes differ: {[tuple(shape) for shape in shapes]}")
+    if (label_smoothing and loss_type not in SMOOTHED) or (loss_type == "exo_pair" and not label_smoothing):
+        raise ValueError(f"label smoothing {label_smoothing} with the loss {loss_type}")
+    c = policy_chosen - ref_chosen
+    r = policy_rejected - ref_rejected
+    if loss_type in ("ipo", "sigmoid_norm"):
+        c = c / lengths[0]
+        r = r / lengths[1]
+    return log_ratio_loss(c, r, beta, loss_type, label_smoothing)
+
+
+def pair_losses(logprobs, pairs, reference, args):
+    """Losses (B,) of pairs and rewards (2, B) of their responses, from the policy's log-probabilities (2, B).
+
+    The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant); it has no gradient.
+    """
+    ref_logprobs = reference(pairs)
+    lengths = response_lengths(pairs).to(logprobs.device)
+    losses = dpo_loss(*logprobs, *ref_logprobs, args.beta, args.loss_type, args.label_smoothing, lengths)
+    return losses, args.beta * (logprobs.detach() - ref_logprobs)
+
+
 # ---- Rows -> ids -----------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Pair:
+    """Two texts with the same prompt, as ids."""
+
+    chosen: array
+    rejected: array
+    prompt_length: int  # how many of the ids of either text are the prompt
+    ref_logprobs: list | None = None  # of both responses, chosen first, if the reference has scored them
+
+    @property
+    def length(self):
+        return len(self.chosen) + len(self.rejected)
+
+
 def encode_pairs(rows, tokenizer, max_length, args, flag):
-    """(pairs, report): tokens (chosen, rejected, how many of them belong to the prompt) of the pairs that are kept.
+    """(pairs, report): a Pair of each row that is kept.
 
     Prompt and response are tokenised together. The prompt is the longest common prefix of its own tokens and those of
     both texts, so a merge across the boundary belongs to the responses. An empty prompt becomes the beginning token.
@@ -290,7 +295,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
         elif chosen == rejected:
             equal += 1
         else:
-            pairs.append((int32(chosen), int32(rejected), len(prompt)))
+            pairs.append(Pair(int32(chosen), int32(rejected), len(prompt)))
     report = (
         f"{len(rows)} pairs; prompts: {prompts_cut} cut; responses: {responses_cut} cut (--max-length {max_length}); "
         f"{without_room} dropped without room for a response, {equal} as equal"
@@ -314,8 +319,9 @@ def cut_prompt(prompt, bos, args):
 
 def response_lengths(pairs):
     """(2, B): tokens of the responses, chosen first."""
-    lengths = [[len(pair[side]) - pair[2] for pair in pairs] for side in (0, 1)]
-    return torch.tensor(lengths)
+    chosen = [len(pair.chosen) - pair.prompt_length for pair in pairs]
+    rejected = [len(pair.rejected) - pair.prompt_length for pair in pairs]
+    return torch.tensor([chosen, rejected])
 
 
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
@@ -325,11 +331,10 @@ def pair_logprobs(model, packing, pairs):
     """Log-probabilities (2, B) of the responses, chosen first: sums over their tokens, at least in float32. packing: a
     line may hold several texts."""
     examples = []  # (ids, labels) of all chosen, then of all rejected; labels are on the response
-    for side in (0, 1):
+    for side in ("chosen", "rejected"):
         for pair in pairs:
-            ids = pair[side]
-            prompt_length = pair[2]
-            examples.append((ids, [-100] * prompt_length + list(ids[prompt_length:])))
+            ids = getattr(pair, side)
+            examples.append((ids, [-100] * pair.prompt_length + list(ids[pair.prompt_length :])))
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
     logprobs, _, _ = line_logprobs(model, lines)  # (N,)
     responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
@@ -368,33 +373,35 @@ class Reference:
 
     def score_all(self, data):
         """Scores the evaluation pairs, and the training pairs with --precompute-ref."""
-        for name, pairs in data.eval_sets.items():
-            data.eval_sets[name] = self.scored(pairs)
+        for pairs in data.eval_sets.values():
+            self.score(pairs)
         count = len(data.pairs)
         if self.args.check:  # --check trains only on the longest pairs
-            data.pairs.sort(key=pair_length, reverse=True)
+            data.pairs.sort(key=lambda pair: pair.length, reverse=True)
             count = self.args.batch_size
         if self.args.precompute_ref:
-            data.pairs[:count] = self.scored(data.pairs[:count])
+            self.score(data.pairs[:count])
 
-    def scored(self, pairs):
-        """The pairs, each followed by the two log-probabilities of its responses."""
+    def score(self, pairs):
+        """Gives the pairs the log-probabilities of their responses."""
+        lengths = [pair.length for pair in pairs]
         score = functools.partial(pair_logprobs, self.model, self.packing)
-        logprobs = score_pairs(self.accelerator, score, pairs, self.args.micro_batch_size)
+        logprobs = score_pairs(self.accelerator, score, pairs, lengths, self.args.micro_batch_size)
         finite = logprobs.isfinite().all(0)
         if not finite.all():
             number = int((~finite).nonzero()[0]) + 1
             raise FloatingPointError(f"the reference's log-probabilities of pair {number} are not finite")
-        return [(*pair, both) for pair, both in zip(pairs, logprobs.T.tolist(), strict=True)]
+        for pair, both in zip(pairs, logprobs.T.tolist(), strict=True):
+            pair.ref_logprobs = both
 
     @torch.no_grad()
     def __call__(self, pairs):
         device = self.accelerator.device
         if self.args.reference_free:
             return torch.zeros(2, len(pairs), device=device)
-        if len(pairs[0]) > 3:
-            scores = [both for *_, both in pairs]
-            return torch.tensor(scores, dtype=torch.float64, device=device).T.contiguous()
+        if pairs[0].ref_logprobs is not None:
+            known = [pair.ref_logprobs for pair in pairs]
+            return torch.tensor(known, dtype=torch.float64, device=device).T.contiguous()
         with self.accelerator.autocast():
             return pair_logprobs(self.model, self.packing, pairs)
 
@@ -453,9 +460,9 @@ def evaluation_options(args):
     }
 
 
-def pair_terms(policy, losses, rewards):
+def pair_terms(logprobs, losses, rewards):
     """{name: (B,)} of what is logged for pairs, from their losses, rewards (2, B) and log-probabilities (2, B)."""
-    policy = policy.detach().contiguous()  # the last bits of a sum depend on the layout
+    logprobs = logprobs.detach().contiguous()  # the last bits of a sum depend on the layout
     chosen, rejected = rewards.contiguous()
     return {
         "loss": losses,
@@ -463,8 +470,8 @@ def pair_terms(policy, losses, rewards):
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
         "rewards/accuracies": (1 + (chosen - rejected).sign()) / 2,  # half of a tie
-        "logps/chosen": policy[0],
-        "logps/rejected": policy[1],
+        "logps/chosen": logprobs[0],
+        "logps/rejected": logprobs[1],
     }
 
 
@@ -488,8 +495,9 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
         if metrics:  # the first column of --metric, which chooses the best model
             run.headline = next(iter(metrics))
         for name, pairs in data.eval_sets.items():
-            policy = score_pairs(accelerator, score, pairs, args.micro_batch_size)
-            terms = pair_terms(policy, *losses_of(policy, pairs))
+            lengths = [pair.length for pair in pairs]
+            logprobs = score_pairs(accelerator, score, pairs, lengths, args.micro_batch_size)
+            terms = pair_terms(logprobs, *losses_of(logprobs, pairs))
             if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
                 terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
             own = {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
@@ -503,9 +511,8 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all rows: data gets pairs (ids of chosen, ids of rejected, tokens of the prompt, and what
-    `Reference.scored` adds), of each evaluation set too, and queries (ids of prompts). Drops evaluation data if the run
-    never evaluates. Returns the maximum text length in tokens that --max-length and the model allow."""
+    """Tokenises all rows: data gets pairs, of each evaluation set too, and queries (ids of prompts). Drops evaluation
+    data if the run never evaluates. Returns the maximum text length in tokens that --max-length and the model allow."""
     if lm.config.is_encoder_decoder:
         takers = "sft.py, ppo.py, grpo.py and ilql.py take both"
         raise InputError(f"--model is an encoder-decoder: {Path(__file__).name} trains decoders; {takers}")
@@ -530,17 +537,17 @@ def encode(data, lm, tokenizer, args):
 def summary(run, lm, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
-    responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
+    responses = [pair.chosen[pair.prompt_length :] + pair.rejected[pair.prompt_length :] for pair in data.pairs]
     for warning in untrained_end(tokenizer, end_tokens(lm), responses):
         run.say(warning)
-    lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
+    lengths = sorted(max(len(pair.chosen), len(pair.rejected)) for pair in data.pairs)
     tokens = (
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
     )
-    chosen, rejected, prompt_length, *_ = data.pairs[0]
-    prompt = tokenizer.decode(chosen[:prompt_length])
-    chosen = tokenizer.decode(chosen[prompt_length:])
-    rejected = tokenizer.decode(rejected[prompt_length:])
+    first = data.pairs[0]
+    prompt = tokenizer.decode(first.chosen[: first.prompt_length])
+    chosen = tokenizer.decode(first.chosen[first.prompt_length :])
+    rejected = tokenizer.decode(first.rejected[first.prompt_length :])
     reference = "none"
     if not args.reference_free:
         reference = "the model at the start" if args.ref_model is None else "a model of its own"
@@ -588,7 +595,7 @@ def main(args):
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
     score = functools.partial(pair_logprobs, model, packing)
     export = functools.partial(run.export, lm, tokenizer)
-    lengths = [pair_length(pair) for pair in data.pairs]
+    lengths = [pair.length for pair in data.pairs]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     headline = "rewards/accuracies"
     if data.eval_sets:
@@ -607,18 +614,18 @@ def main(args):
         rows = draw_rows(args.seed, len(lengths), (step - 1) * args.batch_size, args.batch_size)
         if args.check:
             rows = longest_rows(lengths, args.batch_size)
-        count = sum(len(data.pairs[row][0]) - data.pairs[row][2] for row in rows)  # tokens of the chosen responses
+        count = int(response_lengths([data.pairs[row] for row in rows])[0].sum())  # tokens of the chosen responses
         # 2. loss = 1/B sum pair_losses + sft_coef nll, and its gradient
         sums = defaultdict(float)
         micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
-        for places in accumulate(accelerator, model, micro_batches):
-            pairs = [data.pairs[place] for place in places]
-            policy = score(pairs)
-            losses, rewards = losses_of(policy, pairs)
-            loss = losses.sum() / args.batch_size - args.sft_coef * policy[0].sum() / count
+        for own_rows in accumulate(accelerator, model, micro_batches):
+            pairs = [data.pairs[row] for row in own_rows]
+            logprobs = score(pairs)  # (2, b)
+            losses, rewards = losses_of(logprobs, pairs)
+            loss = losses.sum() / args.batch_size - args.sft_coef * logprobs[0].sum() / count
             # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(loss * accelerator.num_processes)
-            for name, values in pair_terms(policy, losses, rewards).items():
+            for name, values in pair_terms(logprobs, losses, rewards).items():
                 sums[name] += values.detach().double().sum()
         sums = reduce_sums(accelerator, sums)
         metrics = {name: value / args.batch_size for name, value in sums.items()}
@@ -641,8 +648,8 @@ def main(args):
             run.log_evaluation(step, evaluate(run, step, model, score, losses_of, tokenizer, data, args))
         run.save(step, export)
 
-    chosen, _, prompt_length, *_ = data.pairs[0]
-    return run.finish(export, *lines_of_use(lm, tokenizer, chosen[:prompt_length]))
+    first = data.pairs[0]
+    return run.finish(export, *lines_of_use(lm, tokenizer, first.chosen[: first.prompt_length]))
 
 
 if __name__ == "__main__":

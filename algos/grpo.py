@@ -12,19 +12,14 @@ the group takes the place of a value function.
 
 Dr. GRPO, RLOO, DAPO, GSPO, CISPO, MaxRL and on-policy distillation are flags: "Variants of GRPO" in algos/README.md.
 
-What is trained: every token that was sampled, the end token and a stop string too, and also those of responses that
-did not end; neither prompts nor what a tool wrote. Tokens are drawn from softmax(logits / --temperature) as a whole,
-without top-k or top-p, and the loss takes their probabilities in this distribution.
+What is trained: every token that was sampled, with the end token and a stop string, also where a response did not end;
+neither prompts nor what a tool wrote. Tokens are drawn from softmax(logits / --temperature), without top-k or top-p,
+and the loss takes their probabilities in this distribution.
 
 How this differs from the paper: the reference and the reward model never change, and each response has one score
-(outcome supervision, Sec. 4.1.2).
-
-How this differs from GRPO in TRL 1.16:
-- The loss has the paper's defaults. TRL's loss is the mean over tokens without a KL. If it has one,
-  the KL of a token is multiplied by the ratio, which is --unbiased-kl here.
-- Every draw is keyed. But for rounding, processes, micro-batches and padding change neither responses nor losses: a
-  loss is the mean over the rows or tokens of its optimizer step in all processes. Each epoch draws new minibatches,
-  which may part the responses of a group.
+(outcome supervision, Sec. 4.1.2). From GRPO in TRL 1.16: the defaults are the paper's (TRL: the mean over tokens,
+without a KL). Every draw is keyed, and a loss is the mean over its optimizer step in all processes: up to rounding,
+neither processes nor micro-batches nor padding change a result.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on one CPU
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -32,12 +27,12 @@ How this differs from GRPO in TRL 1.16:
     torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen3-0.6B --dataset org/problems:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes (of an iteration; in token_weights of an optimizer step), G of them a group, N trained tokens
-of all episodes, n of a micro-batch. A line is what the model reads in one row, here the single example (ids, labels,
-span) of an episode: a label is -100 where a token is not trained, and span is the range of the others in (N,).
+Dimension key: B episodes, G of them a group, R trained tokens of an episode, n of a micro-batch. A line is what the
+model reads in one row, here one example (ids, labels, episode); a label is -100 where a token is not trained.
 """
 
 import itertools
+import math
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -46,8 +41,6 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import math
 
 import numpy as np
 import torch

@@ -44,10 +44,9 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from typing import Literal
 
 import numpy as np
 import torch
@@ -808,8 +807,8 @@ def main(args):
         # 2. losses of Q, V, CQL and imitation, means over the actions, and the gradient of their weighted sum
         sums = defaultdict(float)
         micro_batches = split_rows(accelerator, rows, lengths, False, args.micro_batch_size)
-        for places in accumulate(accelerator, model, micro_batches):
-            episodes = [data.episodes[place] for place in places]
+        for own_rows in accumulate(accelerator, model, micro_batches):
+            episodes = [data.episodes[row] for row in own_rows]
             inputs = Batch.of(episodes, tokenizer.pad_token_id, device, lm.config.is_encoder_decoder)
             terms = model(inputs, args)
             # data-parallel training averages gradients over the processes: multiply by their number

@@ -27,9 +27,9 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes, R trained tokens of a response, N trained tokens of all responses, n of a micro-batch,
-V vocabulary. A line is what the model reads in one row, here the single example (ids, labels, places) of an episode: a
-label is -100 where a token is not trained, and places says where the others are in (N,).
+Dimension key: B episodes, R trained tokens of an episode, N of all episodes, n of a micro-batch, V vocabulary. A line
+is what the model reads in one row, here one example (ids, labels, episode); a label is -100 where a token is not
+trained.
 """
 
 import itertools
@@ -542,8 +542,8 @@ def place_scores(scores, trained):
     """A list of N numbers, those of the trained tokens of all responses, row by row.
 
     scores: of each response a number, which is placed on its last trained token, or a list with a number for each of
-    its tokens. What a token got that is not trained goes to the last trained one before it, or to the first. trained:
-    of each response, whether each of its tokens is trained.
+    its tokens. The number of a token that is not trained goes to the last trained token before it, or to the first one.
+    trained: of each response, whether each of its tokens is trained.
     """
     placed = []
     for score, is_trained in zip(scores, trained, strict=True):

@@ -35,7 +35,6 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -50,7 +49,7 @@ from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
 from common.lm.load import load_pretrained
 from common.lm.logprobs import score_pairs
 from common.lm.structure import can_pack, freeze, max_positions
-from common.lm.tokens import in_lines, int32, pair_length, split_rows
+from common.lm.tokens import in_lines, int32, split_rows
 from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -209,6 +208,12 @@ def encode_texts(rows, tokenizer, max_length, flag):
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
+def pair_length(pair):
+    """Tokens of both texts of a pair."""
+    chosen, rejected, _ = pair
+    return len(chosen) + len(rejected)
+
+
 def pair_scores(model, packing, pairs):
     """Scores (2, B) of chosen and rejected. packing: a line may hold several texts."""
     texts = [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
@@ -281,7 +286,8 @@ def evaluate(run, step, model, score, data, args):
     samples = []
     with unsharded(model):
         for name, pairs in data.eval_sets.items():
-            scores = score_pairs(run.accelerator, score, pairs, args.micro_batch_size)
+            lengths = [pair_length(pair) for pair in pairs]
+            scores = score_pairs(run.accelerator, score, pairs, lengths, args.micro_batch_size)
             means = evaluate_scores(scores, pairs)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
             chosen_scores, rejected_scores = scores.tolist()
@@ -406,8 +412,8 @@ def main(args):
         # 2. loss = -1/B sum log sigmoid(r_chosen - r_rejected - margin), and its gradient
         sums = defaultdict(float)
         micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
-        for places in accumulate(accelerator, model, micro_batches):
-            pairs = [data.pairs[place] for place in places]
+        for own_rows in accumulate(accelerator, model, micro_batches):
+            pairs = [data.pairs[row] for row in own_rows]
             chosen, rejected = score(pairs)
             margins = chosen.new_tensor([margin for _, _, margin in pairs])
             losses = pairwise_loss(chosen, rejected, margins, args.center_coef)

@@ -28,7 +28,6 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
 import numpy as np
 import torch
 

@@ -40,6 +40,7 @@ PAIRS = [
     ([3, EOS], [3, 0, 1, 2, 4, 5, 6, 7, 8, EOS], 1),  # an empty response
     ([9, 9, 9, EOS], [9, 9, 9, EOS], 2),
 ]
+PAIRS = [dpo.Pair(*sides) for sides in PAIRS]
 
 
 def run_dpo(model, run_dir, rows=ROWS, **flags):
@@ -58,12 +59,12 @@ def encode(rows, tokenizer):
 def slow_logprobs(model, pairs):
     """(2, B) in float64: one sequence at a time, token by token."""
     rows = []
-    for side in 0, 1:
+    for side in "chosen", "rejected":
         sums = []
         for pair in pairs:
-            ids = pair[side]
+            ids = getattr(pair, side)
             logprobs = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double().log_softmax(-1)
-            sums.append(sum(logprobs[place - 1, ids[place]] for place in range(pair[2], len(ids))))
+            sums.append(sum(logprobs[place - 1, ids[place]] for place in range(pair.prompt_length, len(ids))))
         rows.append(torch.stack(sums))
     return torch.stack(rows)
 
@@ -159,8 +160,8 @@ def test_losses_are_their_definitions_pair_by_pair(loss_type):
 
     found, rewards = losses_and_rewards(policy)
     expected = []
-    for (chosen, rejected, prompt), c, r in zip(PAIRS[:5], *ratios.tolist(), strict=True):
-        lengths = len(chosen) - prompt, len(rejected) - prompt
+    for pair, c, r in zip(PAIRS[:5], *ratios.tolist(), strict=True):
+        lengths = len(pair.chosen) - pair.prompt_length, len(pair.rejected) - pair.prompt_length
         expected.append(slow_loss(c, r, 0.3, args.label_smoothing, lengths, loss_type))
     assert found.shape == (5,)
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
@@ -207,8 +208,8 @@ def test_long_bfloat16_responses_are_summed_in_float32(build_model):
     chosen = [(7 * i + i * i // 3) % 21 for i in range(1001)]
     rejected = chosen[:1] + [(x + 1) % 21 for x in chosen[1:]]
     with torch.no_grad():
-        expected = slow_logprobs(model, [(chosen, rejected, 1)])
-        found = dpo.pair_logprobs(model, False, [(chosen, rejected, 1)])
+        expected = slow_logprobs(model, [dpo.Pair(chosen, rejected, 1)])
+        found = dpo.pair_logprobs(model, False, [dpo.Pair(chosen, rejected, 1)])
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() < 1e-2 < expected.abs().min()
 

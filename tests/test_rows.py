@@ -81,7 +81,8 @@ def pairs_of(rows, tokenizer, max_length=99, max_prompt_length=None, truncation_
     limits = SimpleNamespace(max_prompt_length=max_prompt_length, truncation_mode=truncation_mode)
     pairs, report = dpo.encode_pairs(rows, tokenizer, max_length, limits, "--dataset")
     found = []
-    for chosen, rejected, n in pairs:
+    for pair in pairs:
+        chosen, rejected, n = pair.chosen, pair.rejected, pair.prompt_length
         assert chosen[:n] == rejected[:n]
         found.append("|".join(text_of(tokenizer, ids) for ids in (chosen[:n], chosen[n:], rejected[n:])))
     return found, report
@@ -530,7 +531,7 @@ def trained_parts(row, tokenizer):
 def pair_ids(row, tokenizer):
     """(chosen, rejected, length of the prompt) of dpo.py."""
     (pair,), _ = dpo.encode_pairs([row], tokenizer, 999, SimpleNamespace(max_prompt_length=None), "--dataset")
-    return pair
+    return pair.chosen, pair.rejected, pair.prompt_length
 
 
 def golden(tokenizer, chat, tools=None, **options):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.launch import local_rows, named_weights
 from common.lm.structure import forward_replaced
-from common.lm.tokens import collate, first_label, longest_first, pad_rows, pair_length
+from common.lm.tokens import collate, first_label, longest_first, pad_rows
 from common.report import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
@@ -94,14 +94,15 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return terms[0], read[0], others
 
 
-def score_pairs(accelerator, score, pairs, batch_size):
-    """score(pairs) -> (2, b) for all pairs: (2, N) in float64 on every process, each of which scores a share."""
-    local = [pairs[place] for place in local_rows(accelerator, len(pairs))]
+def score_pairs(accelerator, score, pairs, lengths, batch_size):
+    """(2, N), in float64 on every process: score(pairs) -> (2, b) of all pairs, whose lengths are given. Each process
+    scores a share."""
+    local = local_rows(accelerator, len(pairs))
     scores = torch.empty(len(local), 2, dtype=torch.float64, device=accelerator.device)
     screen.show("scoring pairs", len(local))
-    for places in longest_first([pair_length(pair) for pair in local], batch_size):
+    for places in longest_first([lengths[row] for row in local], batch_size):
         with torch.no_grad(), accelerator.autocast():
-            scores[places] = score([local[place] for place in places]).T.double()
+            scores[places] = score([pairs[local[place]] for place in places]).T.double()
         screen.advance(len(places))
     return accelerator.gather(scores)[: len(pairs)].T
 

@@ -275,11 +275,6 @@ def split_lines(accelerator, examples, batch_size, packing=False):
     return micro_batches
 
 
-def pair_length(pair):
-    """Tokens of both texts of a pair (ids of chosen, ids of rejected, what a script has beside them)."""
-    return len(pair[0]) + len(pair[1])
-
-
 def split_rows(accelerator, rows, lengths, packing, batch_size):
     """This process's share of a batch of row numbers, in micro-batches of at most batch_size. lengths: of all rows."""
     local = rows[accelerator.process_index :: accelerator.num_processes]

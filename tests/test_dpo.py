@@ -228,7 +228,7 @@ def slow_step(model, pairs, reference, beta, coef):
     """Loss, gradient norm and mean token loss of one step on all pairs, by the definition."""
     policy = slow_logprobs(model, pairs)
     c, r = policy - reference
-    nll = -policy[0].sum() / sum(len(chosen) - prompt for chosen, _, prompt in pairs)
+    nll = -policy[0].sum() / sum(len(pair.chosen) - pair.prompt_length for pair in pairs)
     loss = -torch.nn.functional.logsigmoid(beta * (c - r)).mean() + coef * nll
     model.zero_grad()
     loss.backward()

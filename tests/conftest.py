@@ -164,6 +164,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--script", metavar="FILE", help="check this script alone, a copy of one of algos/: test_script.py"
     )
+    parser.addoption("--with", metavar="FLAGS", default="", help="flags that every run of --script gets")
 
 
 def pytest_configure(config):

@@ -155,7 +155,10 @@ class Process:
     def read(self, name, timeout):
         end = time.monotonic() + timeout
         while not (self.folder / name).exists():
-            assert time.monotonic() < end, f"no {name} after {timeout} s: {self.out}{self.err}"
+            if time.monotonic() > end:
+                pytest.fail(
+                    f"a time limit: no {name} after {timeout} s on this machine: {self.out}{self.err}", pytrace=False
+                )
             time.sleep(0.01)
         return int((self.folder / name).read_text())
 

@@ -1,5 +1,7 @@
 """What can be asked of any script, an edited copy of yours included: `pytest --script=algos/my_grpo.py`
 
+A new flag that is off by default is on with `--with="--entropy-coef 0.01"`, which every run gets.
+
 The script runs as a command, on a tiny model and rows of the tests, with the flags that the nearest script of the
 repository is tested with, as far as it still has them. What does not apply to it is a line of the summary and no
 failure. Without --script the slow run asks the seven scripts of the repository.
@@ -22,11 +24,12 @@ from common.functions import import_file
 class Script:
     """A script and the one of the repository that it shares most lines with (kind)."""
 
-    def __init__(self, path):
+    def __init__(self, path, given=""):
         self.path = path
+        self.given = given  # flags that every run gets
         self.kind = max(ALGOS, key=lambda algo: self.shared_lines(ROOT / f"algos/{algo}.py"))
         module = import_file(path, path.read_bytes())
-        self.fields = {field.name for field in dataclasses.fields(module.Args)}
+        self.fields = {field.name: field.default for field in dataclasses.fields(module.Args)}
 
     def needs_common(self):
         if "from common" not in self.path.read_text():
@@ -36,9 +39,9 @@ class Script:
         return len({*self.path.read_text().splitlines()} & {*other.read_text().splitlines()})
 
     def command(self, text):
-        """The command line of these flags, without those that the script lacks."""
+        """The command line of these flags, without those that the script lacks, and of the given ones."""
         words = []
-        for flag in re.findall(r"--\S+(?: (?!--)\S+)*", text):
+        for flag in re.findall(r"--\S+(?: (?!--)\S+)*", f"{text} {self.given}"):
             if flag.split()[0][2:].replace("-", "_") in self.fields:
                 words += flag.split()
         return [self.path, *words]
@@ -62,7 +65,7 @@ def script(request):
     path = (request.config.invocation_params.dir / request.param).resolve()
     if not path.exists():
         pytest.fail(f"--script {request.param}: there is no such file", pytrace=False)
-    return Script(path)
+    return Script(path, request.config.getoption("--with"))
 
 
 def settings(script):
@@ -91,6 +94,21 @@ def run(script, scripts, work, tmp_path_factory):
 @pytest.fixture(scope="session")
 def base(run):
     return run()
+
+
+def test_new_defaults_are_tried(script):
+    """A run of the tests has settings of its own, which would hide a default that the copy has changed."""
+    module = import_file(ROOT / f"algos/{script.kind}.py", (ROOT / f"algos/{script.kind}.py").read_bytes())
+    before = {field.name: field.default for field in dataclasses.fields(module.Args)}
+    set_here = {
+        *re.findall(r"--([\w-]+)", settings(script)),
+        *re.findall(r"(?m)^(\w+):", (ROOT / module.TASK).read_text()),
+    }
+    given = {*re.findall(r"--([\w-]+)", script.given)}
+    for name, value in script.fields.items():
+        flag = name.replace("_", "-")
+        if before.get(name, value) != value and {name, flag} & set_here and flag not in given:
+            pytest.skip(f"not tried: the new default of --{flag}, which the tests set: add --with='--{flag} {value}'")
 
 
 LEARNING = {  # a short run of the embedded task, what it measures, and by how much that changes at least

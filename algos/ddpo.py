@@ -27,6 +27,7 @@ Dimension key: B images, N denoising steps, C h w latents, H W pixels, L text to
 """
 
 import copy
+import itertools
 import math
 import sys
 from dataclasses import dataclass
@@ -741,14 +742,18 @@ def summary(run, policy, data):
     args = run.args
     tokenizer = policy.pipeline.tokenizer
     prompts = [row["prompt"] for row in data.rows]
-    num_cut = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(prompts).input_ids)
-    cut = f", {num_cut} of them cut to {tokenizer.model_max_length} tokens" if num_cut else ""
-    num_evaluated = sum(len(rows) for rows in data.eval_sets.values())
+    evaluated = [row["prompt"] for row in itertools.chain(*data.eval_sets.values())]
+    texts_of = {"--dataset": prompts, "--eval-dataset": evaluated, "--negative-prompt": [args.negative_prompt]}
+    cut = ""
+    for flag, members in texts_of.items():
+        num_cut = sum(len(ids) > tokenizer.model_max_length for ids in tokenizer(members).input_ids)
+        if num_cut:
+            cut += f"; {flag}: {num_cut} cut to {tokenizer.model_max_length} tokens"
     with_noise = trained_steps(policy.schedule)
     steps = steps_per_image(args, with_noise)
     pairs = args.batch_size // run.accelerator.num_processes * steps
     return {
-        "data": f"{len(prompts)} prompts{cut}, {num_evaluated} to evaluate; first: {prompts[0][:200]!r}",
+        "data": f"{len(prompts)} prompts, {len(evaluated)} to evaluate{cut}; first: {prompts[0][:200]!r}",
         "epochs": f"{args.num_epochs}, each with {args.rollout_batch_size} images of {args.num_inference_steps} steps, "
         f"{len(with_noise)} of them with noise, then optimizer steps: {run.steps_per_iteration} of {args.batch_size} "
         f"images x {steps} steps, {pairs} pairs per process, {args.micro_batch_size} per forward pass",

@@ -616,15 +616,8 @@ def update(run, model, optimizer, episodes, args):
 
 def evaluation_options(args):
     """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
-    return {
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.eval_temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop": args.stop,
-        "decode_batch_size": args.decode_batch_size,
-    }
+    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
+    return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
 
 def evaluate(run, step, model, tokenizer, data, args):

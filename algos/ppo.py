@@ -463,9 +463,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
         limits = [args.max_new_tokens] * len(queries)
         if args.min_length_limit:
             shortest = args.min_length_limit
-            limits = (
-                rng(args.seed, "limits", iteration).integers(shortest, args.max_new_tokens + 1, len(queries)).tolist()
-            )
+            limits = rng(args.seed, "limits", iteration).integers(shortest, args.max_new_tokens + 1, len(queries))
         responses = generate(accelerator, lm, tokenizer, queries, limits, iteration, args)
         trained = [[True] * len(response) for response in responses]
         ended = have_ended(lm, tokenizer, queries, responses, args.stop)
@@ -752,15 +750,8 @@ def update(run, model, optimizer, episodes, args):
 
 def evaluation_options(args):
     """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
-    return {
-        "seed": args.seed,
-        "max_new_tokens": args.max_new_tokens,
-        "temperature": args.eval_temperature,
-        "top_k": args.top_k,
-        "top_p": args.top_p,
-        "stop": args.stop,
-        "decode_batch_size": args.decode_batch_size,
-    }
+    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
+    return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
 
 def evaluate(run, step, model, tokenizer, data, args):

@@ -144,11 +144,14 @@ Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
 
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
-# every response ends with an empty one; r"\n" is what a shell makes of "\n", while \text and \nabla are words of TeX
-STOP = Range(
-    "texts that are not empty, with a line break as $'\\n' in a shell",
-    lambda text: text and not re.match(r"(\\[nrt])+(?![a-z{])", text),
-)
+
+def is_stop(text):
+    """Not the empty text, which every response ends with, nor a line break as a shell does not read it: \\n, although
+    \\text and \\nabla are words of TeX."""
+    return text and not re.match(r"(\\[nrt])+(?![a-z{])", text)
+
+
+STOP = Range("texts that are not empty, with a line break as $'\\n' in a shell", is_stop)
 StopString = Annotated[str, STOP]
 
 

@@ -70,8 +70,11 @@ def own_rollout(
     responses = []
     trained = []
     for parts in gather_object(segments)[: len(queries)]:
-        responses.append([token for ids, _ in parts for token in ids])
-        trained.append([is_trained for ids, is_trained in parts for _ in ids])
+        responses.append([])
+        trained.append([])
+        for ids, is_trained in parts:
+            responses[-1] += ids
+            trained[-1] += [is_trained] * len(ids)
     # turns may end with an end token, too: a response has ended if there was room for more
     ends = end_tokens(lm)
     ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in responses]

@@ -46,7 +46,7 @@ from common.lm.chat import is_chat, pair_texts, prompt_messages
 from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm, make_reference
 from common.lm.logprobs import line_logprobs, score_pairs
-from common.lm.structure import can_pack, end_tokens, max_positions
+from common.lm.structure import can_pack, max_positions
 from common.lm.tokens import (
     beginning,
     encode_prompts,
@@ -56,7 +56,7 @@ from common.lm.tokens import (
     pair_length,
     split_rows,
     tokenize,
-    untrained_end,
+    warn_of_no_end,
 )
 from common.rows import TEXT_ARGUMENTS, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
@@ -439,12 +439,11 @@ def encode(data, lm, tokenizer, args):
     return max_length
 
 
-def summary(run, lm, tokenizer, data, max_length):
+def summary(run, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
-    for warning in untrained_end(tokenizer, end_tokens(lm), responses):
-        run.say(warning)
+    warn_of_no_end(tokenizer, responses)
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     tokens = (
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
@@ -507,7 +506,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
-    run.tell(lm, summary(run, lm, tokenizer, data, max_length))
+    run.tell(lm, summary(run, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
         metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
         run.log_evaluation(run.first_step, metrics)

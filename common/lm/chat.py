@@ -89,11 +89,10 @@ def chat_turns(tokenizer, row, where):
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)
         place = head.count(MARK)
-        rest = parts[place:]
         if place % 2:  # the prompt ends within an answer
             begun = head.rpartition(MARK)[2]
-            rest[:1] = [begun, added(rest[0], begun, where)]
-        parts = ["".join(parts[:place]) + rest[0], *rest[1:]]
+            parts[place : place + 1] = [begun, added(parts[place], begun, where)]
+        parts = ["".join(parts[: place + 1]), *parts[place + 1 :]]
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:

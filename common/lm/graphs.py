@@ -58,15 +58,16 @@ class Step:
         self.attention.index_fill_(1, self.place, 1)
         self.tokens.copy_(newest[:, None])
         waits = getattr(self.model, "makes_host_wait", None)
-        if self.graph is None and waits is False and not self.is_new:
-            self.graph = capture(self.forward)
-        if self.graph is not None:
-            self.graph.replay()
-        elif waits is None and never_waits(self.forward):
-            self.model.makes_host_wait = False
+        if waits is None:
+            waits = not never_waits(self.forward)
+            self.model.makes_host_wait = waits
+            if waits:
+                self.forward()  # once more: it writes the same to the same place
+        elif waits or self.is_new:
+            self.forward()
         else:
-            self.model.makes_host_wait = waits is not False
-            self.forward()  # once more if it has waited: it writes the same to the same place
+            self.graph = self.graph or capture(self.forward)
+            self.graph.replay()
         self.is_new = False
         return self.logits
 

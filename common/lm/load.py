@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from torch import nn
 
 from common.errors import InputError
@@ -23,11 +22,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None  # other flags name other repositories
-    dtype = getattr(torch, args.dtype)
-    keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
-    keywords["trust_remote_code"] = args.trust_remote_code
+    for name in ("dtype", "attn_implementation", "trust_remote_code"):
+        keywords[name] = getattr(args, name)
     if args.load_in_4bit:  # NF4, arXiv 2305.14314
-        compute = torch.bfloat16 if args.mixed_precision == "bf16" else dtype
+        compute = "bfloat16" if args.mixed_precision == "bf16" else args.dtype
         options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
         keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
@@ -39,15 +37,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
-        kinds = [model.config.architectures]
         for adapter in getattr(model, "peft_config", {}).values():
-            kinds.append(adapter.task_type)
             if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
-        is_lm = auto_class == "AutoModelForCausalLM"
-        if is_lm and re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            raise ValueError("it is a classifier: give a language model")
-        if is_lm and missing:
+        if missing and auto_class == "AutoModelForCausalLM":
             raise ValueError(f"{missing[0]} is missing")
     return model, tokenizer, missing
 

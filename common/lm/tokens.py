@@ -125,9 +125,7 @@ def marked(tokenizer, ids, is_trained):
     text = ""
     for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))
-        if not trained:
-            piece = f"[{piece}]"
-        text += piece
+        text += piece if trained else f"[{piece}]"
     return text
 
 

@@ -30,20 +30,18 @@ class Step:
         fix_layers(cache, rows, self.place, self.num_read)
         self.fit()
 
-    def fit(self, rows=None):
-        """Keeps these rows, or makes room for more tokens. The next pass has another shape."""
-        if rows is None:
+    def fit(self, rows=slice(None)):
+        """Keeps these rows, and makes room for more tokens if none is left. The next pass has another shape."""
+        room = 0
+        if self.num_read == self.attention.shape[1]:
             room = min(ROOM, self.longest - self.num_read)
             room += -(self.num_read + room) % 16  # attention would copy a mask of another width in every layer
-            self.attention = F.pad(self.attention, (0, room))
-        else:
-            self.attention = self.attention[rows]
-            self.positions = self.positions[rows]
-            self.last_position = self.last_position[rows]
+        self.attention = F.pad(self.attention[rows], (0, room))
+        self.positions = self.positions[rows]
+        self.last_position = self.last_position[rows]
         for layer in self.cache.layers:
-            for name in ("keys", "values"):
-                states = getattr(layer, name)
-                setattr(layer, name, states[rows] if rows is not None else F.pad(states, (0, 0, 0, room)))
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, room))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, room))
         self.tokens = torch.zeros_like(self.positions)
         self.graph = None
         self.is_new = True
@@ -99,20 +97,15 @@ def fix_layers(cache, rows, place, length):
         def get_seq_length(self):
             return place
 
-    for number, layer in enumerate(cache.layers):
-        fixed = FixedLayer()
-        vars(fixed).update(vars(layer))
-        fixed.is_sliding = layer.is_sliding
+    for layer in cache.layers:
+        layer.is_sliding = type(layer).is_sliding  # of this layer, whose class changes
+        layer.__class__ = FixedLayer
         dtype = layer.keys.dtype
         if torch.is_autocast_enabled(place.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(place.device.type)  # to which attention casts them
         forgotten = length - layer.keys.shape[2]  # by a window
-        for name in ("keys", "values"):
-            states = getattr(layer, name).to(dtype)[rows]
-            if forgotten:
-                states = F.pad(states, (0, 0, forgotten, 0))
-            setattr(fixed, name, states)
-        cache.layers[number] = fixed
+        layer.keys = F.pad(layer.keys.to(dtype)[rows], (0, 0, forgotten, 0))
+        layer.values = F.pad(layer.values.to(dtype)[rows], (0, 0, forgotten, 0))
 
 
 def is_plain(model, cache):

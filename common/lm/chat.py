@@ -12,13 +12,9 @@ from common.report import screen
 from common.rows import require_columns, texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
 SIDES = ("chosen", "rejected")
-
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-
 MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
-
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
@@ -149,7 +145,7 @@ def turn_end(tokenizer):
 
 
 def row_segments(rows, tokenizer, flag):
-    """The text of each row in parts, alternately not trained and trained; the first may be empty."""
+    """[parts] of the text of each row, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
@@ -175,8 +171,8 @@ def row_segments(rows, tokenizer, flag):
 
 
 def pair_texts(rows, tokenizer, flag):
-    """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
-    prompt is what chosen and rejected have in common, or ""."""
+    """[(prompt, chosen, rejected)]: texts of each row, of which prompt + chosen is one that the model reads. Without a
+    prompt column, or with a text there and chats elsewhere, the prompt is what both have in common, or ""."""
     require_columns(rows, SIDES, flag)
     if is_chat(rows, ["chosen"]):
         pairs = []

@@ -61,8 +61,7 @@ class FloatHead:
 
 def raise_heads(model):
     """Makes FloatHeads of the modules above a classifier's base model; returns their names."""
-    names = {name.split(".")[0] for name, _ in model.named_parameters()}
-    names.discard(model.base_model_prefix)
+    names = {name.split(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix}
     for name in names:
         head = getattr(model, name)
         if not isinstance(head, FloatHead):

@@ -1,15 +1,12 @@
-"""A forward pass of decoding as a CUDA graph, which the host launches as one over a cache that keeps its place. Without
-graphs it launches some 1,600 kernels for a token, which takes several times as long as the kernels do."""
+"""CUDA graphs of decoding: forward passes that the host launches as one, over a cache that keeps its place. Without
+them it launches some 1,600 kernels for a token, which takes several times as long as the kernels do."""
 
 import torch
 from torch.nn import functional as F
 
 GRAPHS = ("cuda",)  # types of devices whose passes become graphs
-
 ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
-
 newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
-
 capture_stream = None  # of all captures: memory that one stream has freed serves no other
 
 

@@ -1,4 +1,5 @@
-"""What an architecture allows, found by trying it: no architecture has a branch here."""
+"""What a model allows (padding, packing, positions, blocks to freeze), found by trying it: no architecture has a branch
+here."""
 
 import math
 from unittest.mock import patch
@@ -153,7 +154,8 @@ def reads_padding(lm):
 
 
 def can_pack(lm, packing, say):
-    """With packing on, whether the model's layers keep apart what begins at position 0 of a line. Says why not."""
+    """Whether several rows may share a line: packing is on, and the model keeps apart what begins at position 0. Says
+    why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
     if "flash" in str(lm.config._attn_implementation):

@@ -45,8 +45,8 @@ def row_ends(tokenizer):
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, ids of their prompts) without prompts of more than max_length tokens. A chat becomes its text, an empty
-    prompt the beginning token. limit: positions of the model, or None. encoder: it reads what the tokenizer ends."""
+    """(rows, token ids of their prompts), without prompts of more than max_length tokens. A chat becomes its text, an
+    empty prompt the beginning token. limit: positions of the model. encoder: it reads what the tokenizer ends."""
     chat = is_chat(rows, ["prompt"])
     if chat:
         chats = [(row["prompt"], row) for row in rows]
@@ -57,21 +57,23 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         tell_left_out(tokenizer, chats, flag)
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
-    kept = []
+    kept_rows = []
+    kept_ids = []
     for number, (row, ids) in enumerate(zip(rows, queries, strict=True), 1):
         where = f"{flag} row {number}"
         ids = ids or [beginning(tokenizer, where)]
         if max_length is not None and len(ids) > max_length:
             continue
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
-        if limit and positions > limit:
+        if positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
-        kept.append((row, ids))
-    if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
-        screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")
-    return [row for row, _ in kept], [ids for _, ids in kept]
+        kept_rows.append(row)
+        kept_ids.append(ids)
+    if dropped := len(rows) - len(kept_rows):
+        why = f"longer than --max-prompt-length {max_length}"
+        screen.say(f"{flag}: {dropped} of {len(rows)} prompts are dropped, {why}")
+    return kept_rows, kept_ids
 
 
 def beginning(tokenizer, where):
@@ -82,9 +84,9 @@ def beginning(tokenizer, where):
 
 
 def encode_segments(rows, tokenizer, flag, encoder=False):
-    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-    These are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty
-    prompt becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
+    """Yields (ids, spans) of each row: its token ids, and (begin, end, trained) of each segment of its text. Segments
+    are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty prompt
+    becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
     bos = tokenizer.bos_token_id
     if encoder:
         heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
@@ -125,7 +127,9 @@ def marked(tokenizer, ids, is_trained):
     text = ""
     for trained, pairs in itertools.groupby(zip(ids, is_trained, strict=True), lambda pair: pair[1]):
         piece = visible(tokenizer.decode([token for token, _ in pairs]))
-        text += piece if trained else f"[{piece}]"
+        if not trained:
+            piece = f"[{piece}]"
+        text += piece
     return text
 
 
@@ -141,7 +145,7 @@ CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first on
 
 
 def texts_behind(tokenizer, queries, responses, **options):
-    """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
+    """Texts of responses (lists of ids) as they stand behind their queries: many tokenizers drop the space before a
     first token. What an encoder-decoder writes is a text of its own."""
     options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
     texts = tokenizer.batch_decode(responses, **options)

@@ -56,7 +56,6 @@ from common.lm.tokens import (
     pair_length,
     split_rows,
     tokenize,
-    warn_of_no_end,
 )
 from common.rows import TEXT_ARGUMENTS, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
@@ -442,8 +441,6 @@ def encode(data, lm, tokenizer, args):
 def summary(run, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
-    responses = [pair[0][pair[2] :] + pair[1][pair[2] :] for pair in data.pairs]
-    warn_of_no_end(tokenizer, responses)
     lengths = sorted(max(len(chosen), len(rejected)) for chosen, rejected, *_ in data.pairs)
     tokens = (
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"

@@ -46,7 +46,6 @@ from common.lm.tokens import (
     marked,
     num_labels,
     split_lines,
-    warn_of_no_end,
 )
 from common.rows import read_data, set_flag, set_prefix
 from common.run import Run, closes_run
@@ -215,7 +214,6 @@ def encode(data, lm, tokenizer, args):
 
 def summary(run, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
-    warn_of_no_end(tokenizer, [labels for _, labels in data.examples])
     lengths = sorted(len(ids) for ids, _ in data.examples)
     tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
     ids, labels = data.examples[0]

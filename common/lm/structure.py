@@ -158,10 +158,8 @@ def can_pack(lm, packing, say):
     why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
-    if "flash" in str(lm.config._attn_implementation):
-        say("--packing is off: flash attention reads such positions only if there is a single line")
-        return False
-    if leaks(lm, ~SECOND, SECOND, position_ids=torch.tensor([*range(4), *range(5)])):
+    is_flash = "flash" in str(lm.config._attn_implementation)  # which keeps rows apart only in a single line
+    if is_flash or leaks(lm, ~SECOND, SECOND, position_ids=torch.tensor([*range(4), *range(5)])):
         say("--packing is off: its layers carry over from one row into the next")
         return False
     return True

@@ -133,14 +133,6 @@ def marked(tokenizer, ids, is_trained):
     return text
 
 
-def warn_of_no_end(tokenizer, trained):
-    """Warns if none of the rows of trained ids holds one of the tokens that end a response."""
-    ends = row_ends(tokenizer)
-    if all(set(ends).isdisjoint(ids) for ids in trained):
-        named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
-        screen.say(f"warning: no row trains the end token {named}, so responses will not end")
-
-
 CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
 
 

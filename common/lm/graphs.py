@@ -126,7 +126,6 @@ def is_plain(model, cache):
 
 def never_waits(function):
     """Calls a function of the GPU. Whether the host, in any of its threads, did not wait; at the first wait it ends."""
-    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         function()
@@ -135,7 +134,7 @@ def never_waits(function):
             raise
         return False
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.set_sync_debug_mode("default")
     return True
 
 

@@ -20,8 +20,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None  # other flags name other repositories
-    for name in ("dtype", "attn_implementation", "trust_remote_code"):
-        keywords[name] = getattr(args, name)
+    keywords |= {"dtype": args.dtype, "attn_implementation": args.attn_implementation}
+    keywords["trust_remote_code"] = args.trust_remote_code
     if args.load_in_4bit:  # NF4, arXiv 2305.14314
         compute = "bfloat16" if args.mixed_precision == "bf16" else args.dtype
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -48,8 +48,17 @@ from common.lm.chat import is_chat, pair_texts, prompt_messages
 from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm, make_reference
 from common.lm.logprobs import line_logprobs, score_pairs
-from common.lm.structure import can_pack, end_tokens, max_positions
-from common.lm.tokens import beginning, encode_prompts, in_lines, int32, num_labels, split_rows, tokenize, untrained_end
+from common.lm.structure import can_pack, max_positions
+from common.lm.tokens import (
+    beginning,
+    encode_prompts,
+    in_lines,
+    int32,
+    num_labels,
+    split_rows,
+    tell_untrained_end,
+    tokenize,
+)
 from common.rows import TEXT_ARGUMENTS, longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -527,12 +536,11 @@ def encode(data, lm, tokenizer, args):
     return max_length
 
 
-def summary(run, lm, tokenizer, data, max_length):
+def summary(run, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     responses = [pair.chosen[pair.prompt_length :] + pair.rejected[pair.prompt_length :] for pair in data.pairs]
-    for warning in untrained_end(tokenizer, end_tokens(lm), responses):
-        run.say(warning)
+    tell_untrained_end(tokenizer, responses)
     lengths = sorted(max(len(pair.chosen), len(pair.rejected)) for pair in data.pairs)
     tokens = (
         f"tokens of the longer text: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
@@ -595,7 +603,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}rewards/accuracies"
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
-    run.tell(lm, summary(run, lm, tokenizer, data, max_length))
+    run.tell(lm, summary(run, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
         metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
         run.log_evaluation(run.first_step, metrics)

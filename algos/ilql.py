@@ -61,7 +61,16 @@ from common.lm.evaluation import evaluate_samples
 from common.lm.load import load_decoder, load_lm, saved_heads
 from common.lm.logprobs import in_chunks, in_float32, token_logprobs
 from common.lm.structure import draw_layers, max_positions
-from common.lm.tokens import encode_prompts, encode_segments, int32, marked, pad_rows, row_ends, split_rows
+from common.lm.tokens import (
+    encode_prompts,
+    encode_segments,
+    int32,
+    marked,
+    pad_rows,
+    row_ends,
+    split_rows,
+    tell_untrained_end,
+)
 from common.rows import longest_rows, read_data, set_flag, set_prefix, texts
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -724,6 +733,7 @@ def summary(run, tokenizer, data):
     args = run.args
     lengths = sorted(len(episode.ids) for episode in data.episodes)
     tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {data.max_length}"
+    tell_untrained_end(tokenizer, [episode.ids for episode in data.episodes if episode.done])
     first_row = data.episodes[0]
     is_action = [place in first_row.actions for place in range(len(first_row.ids))]
     syncs = run.total_steps // args.steps_for_target_q_sync

@@ -44,7 +44,7 @@ from common.errors import InputError
 from common.functions import build
 from common.launch import accumulate, prepare, reduce_sums, require_finite, unsharded
 from common.lm.adapters import train_adapters
-from common.lm.chat import is_chat, joined, messages_in, pair_texts
+from common.lm.chat import is_chat, pair_texts, whole_chat
 from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
 from common.lm.load import load_pretrained
 from common.lm.logprobs import score_pairs
@@ -359,7 +359,7 @@ def example_of_scoring(lm, tokenizer, data):
     whole = tokenizer.decode(ids)
     examples = [(SCORING, whole, whole)]
     if is_chat(data.rows, ["chosen"]):
-        chat = joined(messages_in(data.rows[0], "prompt"), data.rows[0]["chosen"])
+        chat = whole_chat(data.rows[0], "chosen")
         with suppress(Exception):  # of a template that needs tools or an option of the row
             examples.insert(0, (SCORING_CHAT, chat, tokenizer.apply_chat_template(chat, tokenize=False)))
     for (code, example, text), special in itertools.product(examples, (True, False)):

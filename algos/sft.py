@@ -39,7 +39,7 @@ from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm
 from common.lm.logprobs import line_logprobs
 from common.lm.logprobs import token_nll as token_nll  # for those who import it from here
-from common.lm.structure import can_pack, end_tokens, max_positions
+from common.lm.structure import can_pack, max_positions
 from common.lm.tokens import (
     encode_prompts,
     encode_segments,
@@ -48,7 +48,7 @@ from common.lm.tokens import (
     marked,
     num_labels,
     split_lines,
-    untrained_end,
+    tell_untrained_end,
 )
 from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
@@ -298,10 +298,9 @@ def encode(data, lm, tokenizer, args):
     return max_length
 
 
-def summary(run, lm, tokenizer, data, max_length):
+def summary(run, tokenizer, data, max_length):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
-    for warning in untrained_end(tokenizer, end_tokens(lm), [labels for _, labels in data.examples]):
-        run.say(warning)
+    tell_untrained_end(tokenizer, [labels for _, labels in data.examples])
     lengths = sorted(len(ids) for ids, _ in data.examples)
     tokens = f"tokens per row: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}, at most {max_length}"
     ids, labels = data.examples[0]
@@ -343,7 +342,7 @@ def main(args):
         headline = f"{set_prefix(next(iter(data.eval_sets)))}loss"
     evaluates = bool(data.eval_sets or data.prompts)
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
-    run.tell(lm, summary(run, lm, tokenizer, data, max_length))
+    run.tell(lm, summary(run, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)

@@ -261,9 +261,8 @@ def test_objects_of_peft(gpt2_dir, letters, tmp_path):
 
 
 def test_adapters_that_do_not_fit(lora, gpt2_dir, wide_dir, tmp_path):
-    """They come with their own rank. One of another kind of model would have a random head, or be the text model of a
-    judge. Weights that are stored in four bits say so themselves."""
-    judge = lora(reward) / "hf_model"
+    """They come with their own rank. One of another kind of model would have a random head. Weights that are stored in
+    four bits say so themselves."""
     policy = lora(sft) / "hf_model"
     config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     AutoModelForCausalLM.from_pretrained(wide_dir, quantization_config=config).save_pretrained(tmp_path / "stored")
@@ -271,7 +270,6 @@ def test_adapters_that_do_not_fit(lora, gpt2_dir, wide_dir, tmp_path):
     for script, source, flags, sentence in (
         (sft, policy, {"lora_r": 3}, "--model is already a LoRA adapter: leave out --lora-r and"),
         (sft, policy, {"num_layers_unfrozen": 1}, "--model is already a LoRA adapter: leave out --lora-r and"),
-        (sft, judge, {}, "--model .* cannot be loaded: it is a classifier: give a language model"),
         (reward, policy, {}, "--model .*: a LoRA adapter without score.*weight"),
         (ppo, gpt2_dir, {"reward": str(policy)}, "--reward .* is not a sequence classifier: it has no score"),
         (sft, tmp_path / "stored", {}, r"quantised weights \(--load-in-4bit, or of --model\) cannot be trained: add"),

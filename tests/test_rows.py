@@ -140,7 +140,7 @@ def test_forms_of_a_row(chatty, row, text, rewards, specials):
     assert with_labels([row], tokenizer, only=False)[0] == [f"[{whole[0]}]{whole[1:]}"]
     prompt = row.get("prompt", [])
     if prompt != []:
-        (kept,), (query,) = encode_prompts([{"prompt": prompt, "n": 5}], tokenizer, 5, None, "--eval-prompts")
+        (kept,), (query,) = encode_prompts([{"prompt": prompt, "n": 5}], tokenizer, 5, 99, "--eval-prompts")
         sampled = text_of(tokenizer, query)  # evaluations sample from the tokens that training has as a prompt
         assert f"[{sampled}]" == text[: text.index("]") + 1]
         assert kept["n"] == 5 and kept["prompt"] in (prompt, sampled.replace("^", "<bos>").replace(".", "<eos>"))
@@ -160,7 +160,7 @@ def test_a_beginning_token_in_one_row_says_nothing_about_others(letters):
     rows = [{"prompt": prompt, "completion": "b", "chosen": "b", "rejected": "c"} for prompt in ("<bos>a", "a", "de")]
     assert with_labels(rows, tokenizer)[0] == ["[^a]b.", "[^a]b.", "[^de]b."]
     assert pairs_of(rows, tokenizer)[0] == ["^a|b.|c.", "^a|b.|c.", "^de|b.|c."]
-    assert encode_prompts(rows, tokenizer, 5, None, "")[1] == [[BOS, 0], [BOS, 0], [BOS, 3, 4]]
+    assert encode_prompts(rows, tokenizer, 5, 99, "")[1] == [[BOS, 0], [BOS, 0], [BOS, 3, 4]]
 
 
 def test_without_a_beginning_token(letters):

@@ -1,6 +1,4 @@
-"""Rows -> texts, of chats as the template of the tokenizer writes them.
-
-Row 1 shows the form of all rows (algos/README.md, "Rows")."""
+"""Rows to texts, chats as the chat template of the tokenizer writes them. Row 1 shows the form of all rows."""
 
 import copy
 import itertools
@@ -14,24 +12,15 @@ from common.report import screen
 from common.rows import require_columns, texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
 SIDES = ("chosen", "rejected")
-
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-
 MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
-
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 
 def is_chat(rows, columns):
     """Whether row 1 holds a list of messages in one of the columns."""
     return any(isinstance(rows[0].get(column), list) for column in columns)
-
-
-def messages_in(row, column):
-    """The messages in a column of a row; none if it is not a list."""
-    return row[column] if isinstance(row.get(column), list) else []
 
 
 def chat_text(tokenizer, messages, row, where, answering=False, anew=False, marked=False):
@@ -62,10 +51,11 @@ def chat_text(tokenizer, messages, row, where, answering=False, anew=False, mark
         raise InputError(f"{where}: the chat template cannot render the messages: {error!s:.300}") from None
 
 
-def joined(prompt, answer):
-    """The messages of a prompt and an answer, which goes on in the prompt's last message if that is the assistant's."""
-    if not isinstance(answer, list):
-        answer = [answer]  # for `chat_text` to refuse
+def whole_chat(row, column):
+    """The messages of a row's prompt, if it has a list of them, and of an answer in the column. The answer goes on in
+    the prompt's last message if that is the assistant's."""
+    prompt = row.get("prompt") if isinstance(row.get("prompt"), list) else []
+    answer = row[column] if isinstance(row[column], list) else [row[column]]  # for `chat_text` to refuse
     roles = [message.get("role") for message in (*prompt[-1:], *answer[:1]) if isinstance(message, dict)]
     if roles != ["assistant", "assistant"] or prompt[-1].get("tool_calls"):
         return [*prompt, *answer]
@@ -77,10 +67,9 @@ def chat_turns(tokenizer, row, where):
     """The text of a chat in parts, every second one trained: what the template marks with {% generation %} in the
     completion's answers, or if it marks nothing, whole messages with the end of their turns."""
     prompt = row["prompt"] or []
-    completion = row["completion"]
-    messages = joined(prompt, completion)
+    messages = whole_chat(row, "completion")
     parts = chat_text(tokenizer, messages, row, where, marked=True).split(MARK)
-    begin = len(messages) - len(completion)
+    begin = len(messages) - len(row["completion"])
     answers = [i for i in range(begin, len(messages)) if messages[i]["role"] == "assistant"]
     if not answers:
         raise InputError(f"{where}: the completion is empty")
@@ -96,11 +85,10 @@ def chat_turns(tokenizer, row, where):
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)
         place = head.count(MARK)
-        rest = parts[place:]
         if place % 2:  # the prompt ends within an answer
             begun = head.rpartition(MARK)[2]
-            rest[:1] = [begun, added(rest[0], begun, where)]
-        parts = ["".join(parts[:place]) + rest[0], *rest[1:]]
+            parts[place : place + 1] = [begun, added(parts[place], begun, where)]
+        parts = ["".join(parts[: place + 1]), *parts[place + 1 :]]
     if len(parts) == 1:
         beginnings = [""]  # of the text, up to where training begins or ends
         for i in answers:
@@ -112,26 +100,25 @@ def chat_turns(tokenizer, row, where):
 def tell_left_out(tokenizer, chats, flag):
     """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
     role. Each is tried in the first chat that has it, at its last place there."""
-    is_left_out = {}
+    tried = {}  # {name: two chats, one of them without it}
     for messages, row in chats:
-        others = {}  # {name: (messages, row) without it}
         if row.get("tools"):
-            others["tools"] = (messages, row | {"tools": None})
-        for place, message in enumerate(messages):
-            for key in message.keys() - {"role"}:
-                if message[key] not in (None, "", [], {}):
-                    nothing = MARK if key == "content" else None
-                    other = message | {"content": message.get("content") or ""} | {key: nothing}
-                    others[f"{key} of {message['role']}"] = ([*messages[:place], other, *messages[place + 1 :]], row)
-        answering = messages[-1]["role"] != "assistant"
-        for name in others.keys() - is_left_out.keys():
-            is_left_out[name] = False
-            with suppress(InputError):  # of a template that cannot do without
-                whole = chat_text(tokenizer, messages, row, flag, answering)
-                is_left_out[name] = chat_text(tokenizer, *others[name], flag, answering) == whole
-    if any(is_left_out.values()):
-        names = ", ".join(sorted(filter(is_left_out.get, is_left_out)))
-        screen.say(f"warning: {flag}: the chat template leaves out: {names}")
+            tried.setdefault("tools", [(messages, row), (messages, row | {"tools": None})])
+        for place in reversed(range(len(messages))):
+            message = messages[place]
+            for key in [key for key, value in message.items() if key != "role" and value not in (None, "", [], {})]:
+                nothing = MARK if key == "content" else None
+                other = message | {"content": message.get("content") or ""} | {key: nothing}
+                others = [*messages[:place], other, *messages[place + 1 :]]
+                tried.setdefault(f"{key} of {message['role']}", [(messages, row), (others, row)])
+    left_out = []
+    for name, (chat, other) in sorted(tried.items()):
+        answering = chat[0][-1]["role"] != "assistant"
+        with suppress(InputError):  # of a template that cannot do without
+            if chat_text(tokenizer, *chat, flag, answering) == chat_text(tokenizer, *other, flag, answering):
+                left_out.append(name)
+    if left_out:
+        screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(left_out)}")
 
 
 def added(text, beginning, where):
@@ -148,27 +135,24 @@ def turn_end(tokenizer):
     """What the chat template writes after an answer, from a special token on, as (text, ids); both empty if there is
     none. A newline behind it belongs to it: it is the last token of the chats on which a classifier was trained."""
     chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    try:
+    behind = ""
+    with suppress(Exception):  # templates raise what they like, and a tokenizer without one an error
         _, _, behind = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("answer")
-    except Exception:  # templates raise what they like, and a tokenizer without one an error
-        return "", []
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    special = [place for place, token in enumerate(ids) if token in tokenizer.added_tokens_decoder]
-    if not special:
-        return "", []
-    ids = ids[special[0] :]
-    return behind[behind.index(tokenizer.convert_ids_to_tokens(ids[0])) :], ids
+    while ids and ids[0] not in tokenizer.added_tokens_decoder:
+        del ids[0]
+    return tokenizer.decode(ids), ids
 
 
 def row_segments(rows, tokenizer, flag):
-    """The text of each row in parts, alternately not trained and trained; the first may be empty."""
+    """[parts] of the text of each row, alternately not trained and trained; the first may be empty."""
     columns = rows[0].keys()
     if "messages" in columns:
         rows = [row | {"prompt": [], "completion": row["messages"]} for row in rows]
     if is_chat(rows, ["prompt"]):
         require_columns(rows, ["completion"], flag)
         turns = [chat_turns(tokenizer, row, f"{flag} row {number}") for number, row in enumerate(rows, 1)]
-        tell_left_out(tokenizer, [(joined(messages_in(row, "prompt"), row["completion"]), row) for row in rows], flag)
+        tell_left_out(tokenizer, [(whole_chat(row, "completion"), row) for row in rows], flag)
         return turns
     if "dialogue" in columns:
         for number, row in enumerate(rows, 1):
@@ -187,21 +171,20 @@ def row_segments(rows, tokenizer, flag):
 
 
 def pair_texts(rows, tokenizer, flag):
-    """[(prompt, chosen, rejected)] as texts. Without a prompt column, or with a text there and chats elsewhere, the
-    prompt is what chosen and rejected have in common, or ""."""
+    """[(prompt, chosen, rejected)]: texts of each row, of which prompt + chosen is one that the model reads. Without a
+    prompt column, or with a text there and chats elsewhere, the prompt is what both have in common, or ""."""
     require_columns(rows, SIDES, flag)
     if is_chat(rows, ["chosen"]):
         pairs = []
         chats = []
         for number, row in enumerate(rows, 1):
             where = f"{flag} row {number}"
-            whole = []
-            for side in SIDES:
-                chats.append((joined(messages_in(row, "prompt"), row[side]), row))
-                whole.append(chat_text(tokenizer, *chats[-1], f"{where}, {side}"))
+            sides = [(whole_chat(row, side), row) for side in SIDES]
+            whole = [chat_text(tokenizer, *sides[i], f"{where}, {SIDES[i]}") for i in range(2)]
             begun = prompt_messages(row)
             prompt = chat_text(tokenizer, begun, row, where, answering=True) if begun else ""
             pairs.append((prompt, *(added(text, prompt, where) for text in whole)))
+            chats += sides
         tell_left_out(tokenizer, chats, flag)
         return pairs
     sides = [texts(rows, side, flag) for side in SIDES]
@@ -221,13 +204,14 @@ def split_pair(chosen, rejected):
 
 def prompt_messages(row):
     """The prompt of a row of chats: its column, or the beginning that both share, up to where both have an answer."""
-    if prompt := messages_in(row, "prompt"):
-        return prompt
+    if is_chat([row], ["prompt"]):
+        return row["prompt"]
     shared = 0
+    role = None  # of the message before
     for place, (chosen, rejected) in enumerate(zip(row["chosen"], row["rejected"], strict=False)):
-        goes_on = place > 0 and row["chosen"][place - 1]["role"] == "assistant"  # a second answer in a row
-        if chosen["role"] == rejected["role"] == "assistant" and not goes_on:
+        if chosen["role"] == rejected["role"] == "assistant" != role:  # not a second answer in a row
             shared = place
         if chosen != rejected:
             break
+        role = chosen["role"]
     return row["chosen"][:shared]

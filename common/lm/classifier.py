@@ -13,7 +13,7 @@ from common.lm.chat import turn_end
 from common.lm.load import load_pretrained
 from common.lm.logprobs import in_float32
 from common.lm.structure import forward_replaced, max_positions
-from common.lm.tokens import collate, longest_first
+from common.lm.tokens import collate, longest_first, tokenize
 
 
 class RewardModel:
@@ -78,8 +78,7 @@ class FloatHead:
 
 def raise_heads(model):
     """Makes FloatHeads of the modules above a classifier's base model; returns their names."""
-    names = {name.split(".")[0] for name, _ in model.named_parameters()}
-    names.discard(model.base_model_prefix)
+    names = {name.split(".")[0] for name, _ in model.named_parameters()} - {model.base_model_prefix}
     for name in names:
         head = getattr(model, name)
         if not isinstance(head, FloatHead):
@@ -97,13 +96,9 @@ def classifier_ids(tokenizer, texts, ended, chats, max_length=None):
     if not end and eos is not None:
         end = [eos]
     room = max_length and max_length - len(end)
-    encoded = tokenizer(list(texts), truncation=bool(max_length), max_length=room)["input_ids"]
-    for text, ids, is_ended in zip(texts, encoded, ended, strict=True):
-        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            del ids[0]  # a chat template writes its own
-        is_added = ids[-1:] == [eos] and not text.endswith(tokenizer.eos_token) and eos != tokenizer.sep_token_id
-        if is_added or ids[-2:] == [eos, eos]:
-            del ids[-1]  # some tokenizers append it to every text; for RoBERTa and others it is a part of the input
+    appended = "template" if eos == tokenizer.sep_token_id else "never"  # for RoBERTa it is a part of every text
+    encoded = tokenize(tokenizer, texts, True, appended, truncation=bool(max_length), max_length=room)
+    for ids, is_ended in zip(encoded, ended, strict=True):
         if is_ended or not ids:
             there = max(number for number in range(len(end) + 1) if ids[len(ids) - number :] == end[:number])
             ids += end[there:]

@@ -1,15 +1,12 @@
-"""A forward pass of decoding as a CUDA graph, which the host launches as one over a cache that keeps its place. Without
-graphs it launches some 1,600 kernels for a token, which takes several times as long as the kernels do."""
+"""CUDA graphs of decoding: forward passes that the host launches as one, over a cache that keeps its place. Without
+them it launches some 1,600 kernels for a token, which takes several times as long as the kernels do."""
 
 import torch
 from torch.nn import functional as F
 
 GRAPHS = ("cuda",)  # types of devices whose passes become graphs
-
 ROOM = 256  # tokens by which a fixed cache grows; every other shape needs a graph of its own
-
 newest_graph = None  # of this process, whose memory the next one takes over: a pool ends with its last graph
-
 capture_stream = None  # of all captures: memory that one stream has freed serves no other
 
 
@@ -30,20 +27,18 @@ class Step:
         fix_layers(cache, rows, self.place, self.num_read)
         self.fit()
 
-    def fit(self, rows=None):
-        """Keeps these rows, or makes room for more tokens. The next pass has another shape."""
-        if rows is None:
+    def fit(self, rows=slice(None)):
+        """Keeps these rows, and makes room for more tokens if none is left. The next pass has another shape."""
+        room = 0
+        if self.num_read == self.attention.shape[1]:
             room = min(ROOM, self.longest - self.num_read)
             room += -(self.num_read + room) % 16  # attention would copy a mask of another width in every layer
-            self.attention = F.pad(self.attention, (0, room))
-        else:
-            self.attention = self.attention[rows]
-            self.positions = self.positions[rows]
-            self.last_position = self.last_position[rows]
+        self.attention = F.pad(self.attention[rows], (0, room))
+        self.positions = self.positions[rows]
+        self.last_position = self.last_position[rows]
         for layer in self.cache.layers:
-            for name in ("keys", "values"):
-                states = getattr(layer, name)
-                setattr(layer, name, states[rows] if rows is not None else F.pad(states, (0, 0, 0, room)))
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, room))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, room))
         self.tokens = torch.zeros_like(self.positions)
         self.graph = None
         self.is_new = True
@@ -58,15 +53,16 @@ class Step:
         self.attention.index_fill_(1, self.place, 1)
         self.tokens.copy_(newest[:, None])
         waits = getattr(self.model, "makes_host_wait", None)
-        if self.graph is None and waits is False and not self.is_new:
-            self.graph = capture(self.forward)
-        if self.graph is not None:
-            self.graph.replay()
-        elif waits is None and never_waits(self.forward):
-            self.model.makes_host_wait = False
+        if waits is None:
+            waits = not never_waits(self.forward)
+            self.model.makes_host_wait = waits
+            if waits:
+                self.forward()  # once more: it writes the same to the same place
+        elif waits or self.is_new:
+            self.forward()
         else:
-            self.model.makes_host_wait = waits is not False
-            self.forward()  # once more if it has waited: it writes the same to the same place
+            self.graph = self.graph or capture(self.forward)
+            self.graph.replay()
         self.is_new = False
         return self.logits
 
@@ -98,20 +94,15 @@ def fix_layers(cache, rows, place, length):
         def get_seq_length(self):
             return place
 
-    for number, layer in enumerate(cache.layers):
-        fixed = FixedLayer()
-        vars(fixed).update(vars(layer))
-        fixed.is_sliding = layer.is_sliding
+    for layer in cache.layers:
+        layer.is_sliding = type(layer).is_sliding  # of this layer, whose class changes
+        layer.__class__ = FixedLayer
         dtype = layer.keys.dtype
         if torch.is_autocast_enabled(place.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(place.device.type)  # to which attention casts them
         forgotten = length - layer.keys.shape[2]  # by a window
-        for name in ("keys", "values"):
-            states = getattr(layer, name).to(dtype)[rows]
-            if forgotten:
-                states = F.pad(states, (0, 0, forgotten, 0))
-            setattr(fixed, name, states)
-        cache.layers[number] = fixed
+        layer.keys = F.pad(layer.keys.to(dtype)[rows], (0, 0, forgotten, 0))
+        layer.values = F.pad(layer.values.to(dtype)[rows], (0, 0, forgotten, 0))
 
 
 def is_plain(model, cache):
@@ -135,7 +126,6 @@ def is_plain(model, cache):
 
 def never_waits(function):
     """Calls a function of the GPU. Whether the host, in any of its threads, did not wait; at the first wait it ends."""
-    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         function()
@@ -144,7 +134,7 @@ def never_waits(function):
             raise
         return False
     finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        torch.cuda.set_sync_debug_mode("default")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Loads language models and tokenizers: weights, 4 bits, adapters, references."""
+"""Loading: language models and their tokenizers, references, heads beside a model; and code that loads an export."""
 
 import copy
 import functools
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from torch import nn
 
 from common.errors import InputError
@@ -16,20 +15,17 @@ from common.lm.structure import as_decoder, end_tokens, freeze
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
-    """(model, tokenizer, names of weights missing from the files) of path: a directory, a hub id, a LoRA adapter in one
-    of these, or a model. auto_class: a name in transformers. keywords go to from_pretrained."""
-    import transformers
-
+    """(model, tokenizer, names of weights missing from the files) of a directory, a hub id, a LoRA adapter in one of
+    these, or a model. auto_class: a name in transformers. keywords go to from_pretrained."""
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None  # other flags name other repositories
-    dtype = getattr(torch, args.dtype)
-    keywords |= {"dtype": dtype, "attn_implementation": args.attn_implementation}
+    keywords |= {"dtype": args.dtype, "attn_implementation": args.attn_implementation}
     keywords["trust_remote_code"] = args.trust_remote_code
     if args.load_in_4bit:  # NF4, arXiv 2305.14314
-        compute = torch.bfloat16 if args.mixed_precision == "bf16" else dtype
-        options = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
-        keywords["quantization_config"] = transformers.BitsAndBytesConfig(load_in_4bit=True, **options)
+        compute = "bfloat16" if args.mixed_precision == "bf16" else args.dtype
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        keywords["quantization_config"] = options | {"bnb_4bit_compute_dtype": compute}
     with loading("--tokenizer" if args.tokenizer else flag, args.tokenizer or path):
         tokenizer = load_tokenizer(args, path, revision)
     if args.template_options:
@@ -39,15 +35,10 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
     with loading(flag, path):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
-        kinds = [model.config.architectures]
         for adapter in getattr(model, "peft_config", {}).values():
-            kinds.append(adapter.task_type)
             if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
-        is_lm = auto_class == "AutoModelForCausalLM"
-        if is_lm and re.search("Classification|SEQ_CLS", str(kinds)):  # whose output layer may be the embedding
-            raise ValueError("it is a classifier: give a language model")
-        if is_lm and missing:
+        if missing and auto_class == "AutoModelForCausalLM":
             raise ValueError(f"{missing[0]} is missing")
     return model, tokenizer, missing
 
@@ -132,7 +123,7 @@ def load_model(args, path, flag="--model"):
 
 
 def load_lm(args, path, device):
-    """The language model on the device and its tokenizer, with weights frozen or adapters added as the flags say."""
+    """(language model, tokenizer) of --model, on the device, with weights frozen or adapters added as the flags say."""
     lm, tokenizer = load_model(args, path)
     lm = as_decoder(lm.to(device))
     train_adapters(lm, args)
@@ -158,7 +149,8 @@ def saved_heads(path, name, revision=None, required=False):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The model of --ref-model, or the policy as it is now, before a checkpoint is loaded, without gradients."""
+    """The reference, without gradients: the model of --ref-model, or without a path a copy of lm as it is now. Call it
+    before a checkpoint is loaded."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():

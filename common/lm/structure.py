@@ -1,7 +1,8 @@
-"""What an architecture allows, found by trying it: no architecture has a branch here."""
+"""What a model allows (padding, packing, positions, blocks to freeze), found by trying it: no architecture has a branch
+here."""
 
 import math
-from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -30,9 +31,7 @@ class Seq2Seq:
             ids = torch.cat([start, ids[:, width:]], 1)
         else:  # the cache holds what the decoder has read so far
             states = cache.encoded.expand(len(ids), -1, -1)
-        from transformers.modeling_outputs import BaseModelOutput
-
-        inputs = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask, "decoder_input_ids": ids}
+        inputs = {"encoder_outputs": (states,), "attention_mask": mask, "decoder_input_ids": ids}
         output = super().forward(**inputs, past_key_values=cache, use_cache=options["use_cache"])
         if cache is None and options["use_cache"]:
             output.past_key_values.query_width = width
@@ -155,13 +154,12 @@ def reads_padding(lm):
 
 
 def can_pack(lm, packing, say):
-    """With packing on, whether the model's layers keep apart what begins at position 0 of a line. Says why not."""
+    """Whether several rows may share a line: packing is on, and the model keeps apart what begins at position 0. Says
+    why not."""
     if not packing or lm.config.is_encoder_decoder:
         return False
-    if "flash" in str(lm.config._attn_implementation):
-        say("--packing is off: flash attention reads such positions only if there is a single line")
-        return False
-    if leaks(lm, ~SECOND, SECOND, position_ids=torch.tensor([*range(4), *range(5)])):
+    is_flash = "flash" in str(lm.config._attn_implementation)  # which keeps rows apart only in a single line
+    if is_flash or leaks(lm, ~SECOND, SECOND, position_ids=torch.tensor([*range(4), *range(5)])):
         say("--packing is off: its layers carry over from one row into the next")
         return False
     return True
@@ -187,15 +185,7 @@ def leaks(lm, sources, readers, **inputs):
     return bool(gradient[0, sources].abs().amax() > 0)  # nan, of eager attention in float64, is found while sampling
 
 
-@contextmanager
 def forward_replaced(module, compute):
-    """Inside, the module returns compute(its own forward, states)."""
+    """A context in which the module returns compute(its own forward, states)."""
     forward = module.forward
-    hook = vars(module).get("forward")  # of accelerate
-    module.forward = lambda states: compute(forward, states)
-    try:
-        yield
-    finally:
-        del module.forward  # that of its class is back
-        if hook is not None:
-            module.forward = hook
+    return patch.object(module, "forward", lambda states: compute(forward, states))

@@ -1,5 +1,5 @@
-"""Texts -> token ids, ids -> texts, and lines: what the model reads in one row, an example (ids, labels, ...) or with
-packing several."""
+"""Tokens: rows to token ids, ids to texts, padding, and lines. A line is what the model reads in one row: an example
+(ids, labels, ...), or with packing several."""
 
 import itertools
 import os
@@ -13,22 +13,20 @@ from common.report import screen, visible
 from common.rows import texts
 
 
-def tokenize(tokenizer, texts, special_tokens, end, target=False):
-    """Ids of each text. end says what becomes of the end token, which some tokenizers append: "never": it is removed,
-    while a text's own stays; "once": every text has one; "template": ids are left as they are. special_tokens: the
-    tokenizer adds its own. target: what an encoder-decoder writes."""
-    column = "text_target" if target else "text"
-    encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens)["input_ids"]
+def tokenize(tokenizer, texts, special_tokens, end, column="text", **options):
+    """Token ids of each text. end says what becomes of the end token, which some tokenizers append: "never": it is
+    removed, while a text's own stays; "once": every text has one; "template": ids are left as they are. special_tokens:
+    the tokenizer adds its own. column: "text_target" for what an encoder-decoder writes. options: of the tokenizer."""
+    encoded = tokenizer(**{column: texts}, add_special_tokens=special_tokens, **options)["input_ids"]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    ends = row_ends(tokenizer)
+    ends = row_ends(tokenizer) if end == "once" else []
     end_texts = tuple(filter(None, tokenizer.convert_ids_to_tokens(ends)))  # a model may have one that is no token
     for text, ids in zip(texts, encoded, strict=True):
-        has_bos = bos is not None and text.startswith(tokenizer.bos_token)
-        if special_tokens and has_bos and ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
-            del ids[0]
-        is_own = text.endswith(tokenizer.eos_token) and ids[-2:] != [eos, eos]
-        if end != "template" and ids[-1:] == [eos] and not is_own:
+        if ids[:2] == [bos, bos] and not text.startswith(2 * tokenizer.bos_token):
+            del ids[0]  # the text begins with its own
+        is_added = ids[-1:] == [eos] and (ids[-2:] == [eos, eos] or not text.endswith(tokenizer.eos_token))
+        if is_added and end != "template":
             del ids[-1]
         has_end = ids and (ids[-1] in ends or text.rstrip().endswith(end_texts))
         if end == "once" and not has_end:
@@ -47,8 +45,8 @@ def row_ends(tokenizer):
 
 
 def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None, encoder=False):
-    """(rows, ids of their prompts) without prompts of more than max_length tokens. A chat becomes its text, an empty
-    prompt the beginning token. limit: positions of the model, or None. encoder: it reads what the tokenizer ends."""
+    """(rows, token ids of their prompts), without prompts of more than max_length tokens. A chat becomes its text, an
+    empty prompt the beginning token. limit: positions of the model. encoder: it reads what the tokenizer ends."""
     chat = is_chat(rows, ["prompt"])
     if chat:
         chats = [(row["prompt"], row) for row in rows]
@@ -59,21 +57,23 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         tell_left_out(tokenizer, chats, flag)
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
-    kept = []
+    kept_rows = []
+    kept_ids = []
     for number, (row, ids) in enumerate(zip(rows, queries, strict=True), 1):
         where = f"{flag} row {number}"
         ids = ids or [beginning(tokenizer, where)]
         if max_length is not None and len(ids) > max_length:
             continue
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
-        if limit and positions > limit:
+        if positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
             raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
-        kept.append((row, ids))
-    if len(kept) < len(rows):
-        dropped = f"{len(rows) - len(kept)} of {len(rows)} prompts are dropped"
-        screen.say(f"{flag}: {dropped}, longer than --max-prompt-length {max_length}")
-    return [row for row, _ in kept], [ids for _, ids in kept]
+        kept_rows.append(row)
+        kept_ids.append(ids)
+    if dropped := len(rows) - len(kept_rows):
+        why = f"longer than --max-prompt-length {max_length}"
+        screen.say(f"{flag}: {dropped} of {len(rows)} prompts are dropped, {why}")
+    return kept_rows, kept_ids
 
 
 def beginning(tokenizer, where):
@@ -84,13 +84,13 @@ def beginning(tokenizer, where):
 
 
 def encode_segments(rows, tokenizer, flag, encoder=False):
-    """Yields (ids, spans) of each row: its tokens, and (begin, end, trained) of each of its segments (`row_segments`).
-    These are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty
-    prompt becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
+    """Yields (ids, spans) of each row: its token ids, and (begin, end, trained) of each segment of its text. Segments
+    are tokenised together, except for an encoder: a merge across a boundary belongs to the later one. An empty prompt
+    becomes the beginning token. The end token is appended once; in a chat the template ends the turns."""
     bos = tokenizer.bos_token_id
     if encoder:
         heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
-        tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", target=True)
+        tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", column="text_target")
         for head, tail in zip(heads, tails, strict=True):
             head = head or [tokenizer.eos_token_id if bos is None else bos]
             end = len(head) + len(tail)
@@ -105,11 +105,9 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     heads = iter(tokenize(tokenizer, prefixes, not chat, end="never"))
     for ids, row in zip(encoded, segments, strict=True):
         begins = [0, *(len(os.path.commonprefix((ids, next(heads)))) for _ in row[1:])]
-        if has_prompt and bos is not None and begins[1] == 0:
-            if ids[0] != bos:
-                ids = [bos, *ids]
-                begins = [begin + 1 for begin in begins]
-            begins = [0, *(max(1, begin) for begin in begins[1:])]
+        if has_prompt and begins[1] == 0 and bos not in (None, ids[0]):
+            ids = [bos, *ids]
+            begins = [0, *(begin + 1 for begin in begins[1:])]
         spans = itertools.pairwise([*begins, len(ids)])
         yield ids, [(begin, end, place % 2 == 1) for place, (begin, end) in enumerate(spans)]
 
@@ -135,32 +133,21 @@ def marked(tokenizer, ids, is_trained):
     return text
 
 
-def untrained_end(tokenizer, ends, trained):
-    """[a warning] if none of the rows of trained ids holds one of the tokens that end a response, else []."""
-    if any(not set(ends).isdisjoint(ids) for ids in trained):
-        return []
-    named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
-    return [f"warning: no row trains the end token {named}, so responses will not end"]
-
-
 CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
 
 
 def texts_behind(tokenizer, queries, responses, **options):
-    """Texts of responses to queries (lists of ids), as they stand behind these: many tokenizers drop the space before a
+    """Texts of responses (lists of ids) as they stand behind their queries: many tokenizers drop the space before a
     first token. What an encoder-decoder writes is a text of its own."""
-    if getattr(tokenizer, "answers_apart", False):
-        queries = [[]] * len(queries)
     options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
-    whole = [[*query, *response] for query, response in zip(queries, responses, strict=True)]
+    texts = tokenizer.batch_decode(responses, **options)
+    if getattr(tokenizer, "answers_apart", False):
+        return texts
     prompts = tokenizer.batch_decode(queries, **options)
-    samples = tokenizer.batch_decode(whole, **options)
-    texts = []
-    for prompt, sample, response in zip(prompts, samples, responses, strict=True):
-        text = sample.removeprefix(prompt)
-        if not sample.startswith(prompt):  # which changes in a longer text
-            text = tokenizer.decode(response, **options)
-        texts.append(text)
+    samples = tokenizer.batch_decode([[*query, *ids] for query, ids in zip(queries, responses, strict=True)], **options)
+    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        if sample.startswith(prompt):  # which changes in some longer texts
+            texts[row] = sample.removeprefix(prompt)
     return texts
 
 
@@ -290,3 +277,11 @@ def tell_unended_turns(tokenizer):
     if end and end[0] not in row_ends(tokenizer):
         ends = f"{words.rstrip()!r} ends a turn of the chat template but no response"
         screen.say(f"warning: {ends}, unless --stop has it")
+
+
+def tell_untrained_end(tokenizer, trained):
+    """Warns where no row trains a token that ends a response. trained: ids, or labels, of each row."""
+    ends = row_ends(tokenizer)
+    if all(set(ends).isdisjoint(ids) for ids in trained):
+        named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
+        screen.say(f"warning: no row trains the end token {named}, so responses will not end")

@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
 import sys
@@ -200,9 +199,9 @@ def floats(value, count=None):
     """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple):
-        values = [floats(item) for item in value]
-        is_right = len(values) == count and None not in values and math.isfinite(sum(values))
-        return values if is_right else None
-    is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
-    return float(value) if is_finite else None
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
+        return None
+    is_right = numbers.shape in ((), (count,)) and numbers.sum().isfinite()
+    return numbers.tolist() if is_right else None

@@ -40,10 +40,9 @@ os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unbloc
 
 NO_MEMORY = "out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc"  # what CUDA, cuBLAS and CPUs say
 
-# The first three flags do not change the result.
 OUT_OF_MEMORY = (
-    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The same "
-    "command then continues from the last checkpoint. --lora-r, --mixed-precision bf16 and shorter rows need a new run"
+    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, and continue by "
+    "the same command; --lora-r, --mixed-precision bf16 and shorter rows need a new run"
 )
 
 

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -139,7 +138,6 @@ def accepted(function, name, row, given):
 
 def call_function(function, name, rows, given):
     """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
-
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
     values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
     values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}

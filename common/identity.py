@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import os

@@ -28,10 +28,8 @@ def tied_weights(model):
 def frozen_weights(model):
     """(sum, ids) of the untrained weights of a pretrained model, which checkpoints leave out."""
     weights = [weight for weight in model.parameters() if not weight.requires_grad]
-    total = 0.0
-    for weight in weights:
-        partial = weight.sum(dtype=torch.float64)  # of a shard under FSDP2
-        total += getattr(partial, "full_tensor", partial.detach)().item()
+    sums = [weight.sum(dtype=torch.float64) for weight in weights]  # of shards under FSDP2
+    total = sum(getattr(partial, "full_tensor", partial.detach)().item() for partial in sums)
     return total, set(map(id, weights))
 
 
@@ -143,10 +141,7 @@ def replacing(directory):
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        mode = temporary.stat().st_mode & 0o666  # as the umask has it
         for path in [*temporary.rglob("*"), temporary]:
-            if path.suffix == ".safetensors":
-                path.chmod(mode)  # safetensors 0.8 writes files for the owner only: huggingface/safetensors#782
             fsync(path)
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
@@ -188,11 +183,12 @@ def write_text(path, text):
 def keep_lines(path, step, lacks_evaluation):
     """Keeps the lines of a JSONL file up to a step, without its evaluation if it lacks that, and drops a last line that
     is incomplete after a kill."""
+    if not path.exists():
+        return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         is_evaluation = path.name == "samples.jsonl" or re.search('"(eval/|perf/seconds_eval")', line)
         last_kept = step - 1 if lacks_evaluation and is_evaluation else step
         if line.endswith("}\n") and json.loads(line)["step"] <= last_kept:
             kept.append(line)
-    if path.exists():
-        write_text(path, "".join(kept))
+    write_text(path, "".join(kept))

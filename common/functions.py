@@ -5,11 +5,9 @@ import contextlib
 import copy
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
 import sys
@@ -140,7 +138,6 @@ def accepted(function, name, row, given):
 
 def call_function(function, name, rows, given):
     """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
-
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
     values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
     values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
@@ -200,9 +197,9 @@ def floats(value, count=None):
     """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple):
-        values = [floats(item) for item in value]
-        is_right = len(values) == count and None not in values and math.isfinite(sum(values))
-        return values if is_right else None
-    is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max  # of a large int, too
-    return float(value) if is_finite else None
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
+        return None
+    is_right = numbers.shape in ((), (count,)) and numbers.sum().isfinite()
+    return numbers.tolist() if is_right else None

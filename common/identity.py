@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import os
@@ -67,9 +66,8 @@ def read_identity(folder):
 def has_results(folder):
     """Whether a run directory holds more than its first evaluation."""
     metrics = folder / "metrics.jsonl"
-    if metrics.exists() and re.search('"step": [1-9]', metrics.read_text(encoding="utf-8")):
-        return True
-    return any(folder.glob("checkpoints/*")) or any(folder.glob("hf_model*"))
+    has_steps = metrics.exists() and re.search('"step": [1-9]', metrics.read_text(encoding="utf-8"))
+    return bool(has_steps) or any(folder.glob("hf_model*"))
 
 
 def sha256(*paths):
@@ -172,10 +170,8 @@ def environment(accelerator):
     for name in "torch transformers accelerate tokenizers safetensors numpy datasets peft diffusers".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    commit = ""
-    with contextlib.suppress(OSError):  # without git
-        command = "git describe --always --dirty --exclude=* --abbrev=40".split()
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    command = "git describe --always --dirty --exclude='*' --abbrev=40"
+    commit = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip()  # or no git
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()

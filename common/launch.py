@@ -75,25 +75,19 @@ def is_sharded(accelerator):
 
 def prepare(accelerator, model, optimizer, *frozen):
     """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2 with the weights of
-    the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way; what they share with
-    the model stays shared. They have no backward pass, so no part of them stays gathered."""
-    if not is_sharded(accelerator):
-        return accelerator.prepare(model, optimizer)[0]
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    places = {weight.data_ptr(): place for *place, weight in named_weights(model) if not weight.requires_grad}
+    the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way. They have no backward
+    pass, so no part of them stays gathered."""
     model = accelerator.prepare(model, optimizer)[0]
-    for other in filter(None, frozen):
-        shared = [(place, places.get(weight.data_ptr())) for *place, weight in named_weights(other)]
-        # else the plugin looks for the model's blocks
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(other._no_split_modules or [])
-        fsdp2_prepare_model(accelerator, other)
-        other.set_reshard_after_forward(True)
-        for (module, name), twin in shared:
-            if twin:
-                setattr(module, name, getattr(*twin))
-    for each in filter(None, (model, *frozen)):
-        each.forward = accelerator.autocast()(each.forward)  # without FSDP2, accelerate does this itself
+    if is_sharded(accelerator):
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        for other in filter(None, frozen):
+            # else the plugin looks for the model's blocks
+            accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(other._no_split_modules or [])
+            fsdp2_prepare_model(accelerator, other)
+            other.set_reshard_after_forward(True)
+        for each in filter(None, (model, *frozen)):
+            each.forward = accelerator.autocast()(each.forward)  # without FSDP2, accelerate does this itself
     return model
 
 
@@ -126,13 +120,10 @@ def named_weights(model):
 def set_threads(threads=None):
     """Sets torch's CPU threads and returns their number: the given one, else OMP_NUM_THREADS (ignored under
     `accelerate launch` and torchrun, which set it themselves), else this process's share of the CPUs."""
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    exported = os.environ.get("OMP_NUM_THREADS", "")
-    if not threads and not launched and exported.isdecimal():
-        threads = int(exported)
-    if not threads:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+        threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = threads or max(1, cpus // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(threads)
     return threads
 
@@ -159,13 +150,6 @@ def keep_freed_memory():
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
-
-
-# Printed when memory runs out. The first three flags do not change the result.
-OUT_OF_MEMORY = (
-    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing. The same "
-    "command then continues from the last checkpoint. --lora-r, --mixed-precision bf16 and shorter rows need a new run"
-)
 
 
 def peak_memory_mb(device):

@@ -2,7 +2,6 @@
 the column."""
 
 import ast
-import gzip
 import io
 import itertools
 import json
@@ -11,6 +10,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+
+import fsspec
 
 from common.errors import InputError
 from common.functions import accepted, build, call_metric, call_reward, load_function, spec_path
@@ -120,8 +121,7 @@ def read_rows(name):
         from pyarrow.parquet import read_table
 
         return read_table(path).to_pylist()
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as stream:
+    with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig", newline="") as stream:
         text = stream.read()
     if kind == ".csv":
         return rows_of_csv(text)
@@ -170,8 +170,6 @@ def load_sets(spec):
     sets = {}
     for source in map(str.strip, sources):
         sets[source.split(":")[1] if ":" in source else Path(source).stem] = source
-    if len(sets) < len(sources):
-        raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
     if len(sets) < 2:
         sets = build(spec, "--eval-dataset")
     if not isinstance(sets, dict):

@@ -22,32 +22,9 @@ from types import SimpleNamespace
 import torch
 import yaml
 
-from common.checkpoint import (
-    checkpoints_of,
-    export_model,
-    frozen_weights,
-    full_weights,
-    keep_lines,
-    pack_state,
-    read_checkpoint,
-    settings_of,
-    unpack_state,
-    write_checkpoint,
-    write_text,
-)
+from common import checkpoint, identity
 from common.errors import InputError, Stopped, flag_of
-from common.identity import (
-    SIZES,
-    describe,
-    differences,
-    digest,
-    environment,
-    has_results,
-    hub_commit,
-    identity,
-    read_identity,
-)
-from common.launch import OUT_OF_MEMORY, launch, on_main, peak_memory_mb, set_threads, shared_errors
+from common.launch import launch, on_main, peak_memory_mb, set_threads, shared_errors
 from common.report import change_of, draw_curves, facts_of, model_card, screen, table_of, visible
 from common.seeding import rng, seed_libraries
 
@@ -55,22 +32,17 @@ SAVE_SECONDS = 600  # save again this long after the last save, unless --save-ev
 
 _open = []  # open runs of this process
 
-TERM = [signal.SIGTERM]
+# A multiprocessing.Pool of a reward ends its children by SIGTERM and waits for them. A signal that arrives while Python
+# forgets those of the parent would be lost, so it is blocked during a fork.
+block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
+unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
+os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
+NO_MEMORY = "out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc"  # what CUDA, cuBLAS and CPUs say
 
-def leave_runs():
-    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits for
-    them; one that arrives while Python forgets its parent's signals would be lost, so it is blocked meanwhile."""
-    while _open:
-        for number, handler in _open.pop().handlers.items():
-            signal.signal(number, handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
-
-
-os.register_at_fork(
-    before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, TERM),
-    after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, TERM),
-    after_in_child=leave_runs,
+OUT_OF_MEMORY = (
+    "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, and continue by "
+    "the same command; --lora-r, --mixed-precision bf16 and shorter rows need a new run"
 )
 
 
@@ -85,8 +57,7 @@ def closes_run(main):
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False|Synchronization debug mode is a prototype")
         screen.start()
         screen.show("loading libraries")
         try:
@@ -94,10 +65,9 @@ def closes_run(main):
         except BaseException as error:
             for run in _open[depth:]:
                 run.say_what_is_kept(error)
-            words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "bad_alloc")  # of CUDA, cuBLAS, CPUs
-            is_memory = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-            if is_memory and error not in shared_errors:  # those are a user's
-                raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
+            if isinstance(error, RuntimeError) and error not in shared_errors:  # those are a user's
+                if re.search(NO_MEMORY, str(error)):
+                    raise InputError(f"{OUT_OF_MEMORY}\n  {error}") from error
             raise
         finally:
             while len(_open) > depth:
@@ -111,16 +81,16 @@ def closes_run(main):
 class Run:
     """One run directory, and what every loop needs from it. dir: its absolute path (a user's function may change the
     working directory), None with --check; path: the same as printed. checkpoint, loaded: what to continue from, or None
-    and {}. finished: whether the run is complete. same: whether the directory already has part of this run. Optimizer
-    steps: first_step is where this process starts, step the end of the iteration at hand, total_steps that of the run.
-    """
+    and {}. finished: whether the run is complete. same: whether what to continue is part of this run. Optimizer steps:
+    first_step is where this process starts, step the end of the iteration at hand, total_steps that of the run."""
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
         self.accelerator = launch(args.mixed_precision, args.dtype, args.batch_size, args.deterministic, fsdp)
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
-        self.identity = identity(args, script)
+        self.identity = identity.identity(args, script)
+        self.process = os.getpid()
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -130,8 +100,9 @@ class Run:
         self.handlers = {}  # {signal: what handled it before}
         self.seconds = {}  # {part: seconds} of the iteration at hand
         _open.append(self)
-        self.dir, self.checkpoint, self.loaded, self.finished, self.same = on_main(self.accelerator, self._claim)
-        self.path = self.path or self.dir
+        self.dir, self.path, self.checkpoint, self.finished = on_main(self.accelerator, self._claim)
+        self.loaded = checkpoint.read_checkpoint(self.checkpoint) if self.checkpoint else {}
+        self.same = bool(self.loaded) and self.loaded["run"]["hash"] == self.identity["hash"]
         self.first_step = self.loaded.get("step", 0)
         # accelerate may have changed them, and another number would give other bits
         set_threads(args.threads or self.loaded.get("threads"))
@@ -141,51 +112,46 @@ class Run:
                     self.handlers[number] = signal.signal(number, self._on_signal)
 
     def _claim(self):
-        """(dir, checkpoint, loaded, finished, same), on rank 0. Changes nothing in the directory but its lock."""
+        """(dir, path, checkpoint, finished), on rank 0. Changes nothing in the directory but its lock."""
         given = None
         if self.args.resume not in ("auto", "never"):
             named = Path(self.args.resume)  # a run directory or a checkpoint
-            given = next(iter(checkpoints_of(named)), named)
-        if self.args.check:
-            return None, given, self._state_of(given), False, False
-        folder = self.dir = self._locked_folder()
-        old = read_identity(folder)
-        same = old.get("hash") == self.identity["hash"]
-        goes_on_here = given is not None and given.resolve().parent == (folder / "checkpoints").resolve()
-        if old and not (same or goes_on_here) and has_results(folder):
-            hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
-            lines = "\n  ".join(differences(old, self.identity))
-            raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
-        if same and old.get("finished") and (folder / "hf_model").exists():
-            self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
-            self.say("to repeat the run, give --resume never")
-            return folder, None, {}, True, True
-        for path in checkpoints_of(folder):
-            state = read_checkpoint(path)
-            # others are of the run that this one continues, until its first checkpoint replaces them
-            if state["run"]["hash"] == self.identity["hash"]:
-                self.say(f"continuing {self.path} from step {state['step']}")
-                return folder, path, state, False, True
-        state = self._state_of(given)
+            given = next(iter(checkpoint.checkpoints_of(named)), named)
+        if not self.args.check:
+            self._lock()
+            old = identity.read_identity(self.dir)
+            same = old.get("hash") == self.identity["hash"]
+            if old and not (same or self._has(given)) and identity.has_results(self.dir):
+                hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
+                lines = "\n  ".join(identity.differences(old, self.identity))
+                raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
+            if same and old.get("finished") and (self.dir / "hf_model").exists():
+                self.say(f"{self.path} is finished; its model is in {self.path}/hf_model")
+                self.say("to repeat the run, give --resume never")
+                return self.dir, self.path, None, True
+            for path in checkpoint.checkpoints_of(self.dir):
+                state = checkpoint.read_checkpoint(path)
+                # others are of the run that this one continues, until its first checkpoint replaces them
+                if state["run"]["hash"] == self.identity["hash"]:
+                    self.say(f"continuing {self.path} from step {state['step']}")
+                    return self.dir, self.path, path, False
         if given:
+            if not (given / "state.json").exists():
+                raise InputError(f"--resume {self.args.resume}: there is no such run or checkpoint")
+            state = checkpoint.read_checkpoint(given)
+            if state["run"]["algo"] != self.identity["algo"]:
+                raise InputError(f"--resume {self.args.resume} is of a run of {state['run']['algo']}.py")
             config = f"--config {given.resolve().parent.parent / 'config.yaml'}"
             what = f"continuing from {given} (step {state['step']}); its own flags are {config}; what differs:"
-            self.say("\n  ".join([what, *differences(state["run"], self.identity)]))
-        return folder, given and given.absolute(), state, False, False
+            self.say("\n  ".join([what, *identity.differences(state["run"], self.identity)]))
+        return self.dir, self.path, given and given.absolute(), False
 
-    def _state_of(self, given):
-        """The state of the checkpoint that --resume names, else {}."""
-        if given is None:
-            return {}
-        if not (given / "state.json").exists():
-            raise InputError(f"--resume {given}: there is no such run or checkpoint")
-        state = read_checkpoint(given)
-        if state["run"]["algo"] != self.identity["algo"]:
-            raise InputError(f"--resume {self.args.resume} is of a run of {state['run']['algo']}.py")
-        return state
+    def _has(self, path):
+        """Whether a checkpoint, or None, is in the directory of this run."""
+        return path is not None and path.resolve().is_relative_to(self.dir.resolve())
 
-    def _locked_folder(self):
-        """The run directory, created if it is new, and locked."""
+    def _lock(self):
+        """Finds the run directory, creates it if it is new, and locks it."""
         folder = first = Path(self.args.run_dir or f"runs/{self.identity['algo']}-{self.identity['hash']}").expanduser()
         number = 1
         try:
@@ -194,7 +160,7 @@ class Run:
                 folder = first.with_name(f"{first.name}-{number}")
             self.made = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            if any(path.name[0] != "." for path in folder.iterdir()) and not read_identity(folder):
+            if any(path.name[0] != "." for path in folder.iterdir()) and not identity.read_identity(folder):
                 raise OSError("it holds files but no run")
             self.lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +172,7 @@ class Run:
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
         self.path = folder
-        return folder.absolute()
+        self.dir = folder.absolute()
 
     def check_inputs(self, data, **models):
         """Notes the rows and tokens in the fields of data, and the hub's commits of models ({flag: model or None}).
@@ -214,9 +180,9 @@ class Run:
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
-                self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = digest(value)
+                self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = identity.digest(value)
         for name, model in models.items():
-            if commit := hub_commit(model, self.args.revision if name == "model" else None):
+            if commit := identity.hub_commit(model, self.args.revision if name == "model" else None):
                 self.inputs[flag_of(name)] = commit
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
@@ -233,8 +199,8 @@ class Run:
         card, the headline first. evaluates: whether there is anything to evaluate."""
         self.model = model
         self.optimizer = optimizer
-        self.frozen = frozen_weights(pretrained)
-        self.settings = settings_of(optimizer)
+        self.frozen = checkpoint.frozen_weights(pretrained)
+        self.settings = checkpoint.settings_of(optimizer)
         self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
@@ -248,36 +214,33 @@ class Run:
             self.kept.best_score = self.kept.best_step = None
         self.total_steps = self.first_step + steps_per_iteration * max(0, iterations - self.kept.iteration)
         if self.checkpoint:
-            unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
+            checkpoint.unpack_state(self.checkpoint, self.loaded, model, optimizer, self.frozen)
             if self.kept.iteration >= iterations and not self.same:
                 raise InputError(f"--resume {self.args.resume}: nothing is left to train: give more steps or episodes")
         if self.args.track != "off" and self.dir:
             on_main(self.accelerator, self._start_tracker)
         self.saved = time.monotonic()
-        self.saved_step = self.first_step
         return self.kept
 
     def _begin(self):
         """Makes the directory this run's, just before its first lines are written, on rank 0. Lines of later steps go;
         later checkpoints go when the first one of this run is there."""
         self.begun = True
-        env = self.identity | environment(self.accelerator)
+        env = self.identity | identity.environment(self.accelerator)
         env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
         # first: a killed command given again then knows the directory for its own
-        write_text(self.dir / "env.json", json.dumps(env, indent=1))
-        sizes = {name: describe(value) for name, value in vars(self.args).items() if name in SIZES}
-        write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
-        step = -1  # nothing of this directory is continued
-        if self.checkpoint and self.checkpoint.resolve().parent == (self.dir / "checkpoints").resolve():
-            step = self.first_step
+        checkpoint.write_text(self.dir / "env.json", json.dumps(env, indent=1))
+        sizes = {name: value for name, value in vars(self.args).items() if name in identity.SIZES}
+        checkpoint.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        step = self.first_step if self._has(self.checkpoint) else -1  # nothing of this directory is continued
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
-            keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
+            checkpoint.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
 
     def _start_tracker(self):
         """Starts the tracker of --track, or continues that of this run, on rank 0."""
         from accelerate.tracking import filter_trackers
 
-        if not has_results(self.dir):
+        if not identity.has_results(self.dir):
             self._begin()  # a directory with files is then one of a run, also if the tracker cannot start
         name = self.args.track
         self.accelerator.log_with = filter_trackers([name], self.dir)
@@ -298,7 +261,7 @@ class Run:
         what += f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
         what += f"threads of each: {torch.get_num_threads()}"
         flags = self.identity["flags"]
-        defaults = {field.name: describe(field.default) for field in dataclasses.fields(args)}
+        defaults = {field.name: identity.describe(field.default) for field in dataclasses.fields(args)}
         changed = [f"{flag_of(name)} {value}" for name, value in flags.items() if value != defaults[name]]
         self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 
@@ -313,6 +276,7 @@ class Run:
         """Yields the numbers of the remaining iterations, counted from 1, each with its `step`. With --check it yields
         one, or two if each is one optimizer step: only the second has AdamW's moments in memory."""
         self.step = self.first_step
+        self.start = time.monotonic()
         first = self.kept.iteration + 1
         last = self.num_iterations
         if self.args.check:
@@ -323,9 +287,6 @@ class Run:
             seed_libraries(int(rng(self.args.seed, "libraries", self.iteration).integers(2**32)))
             self.seconds = {}
             self.since = time.perf_counter()
-            if self.iteration <= first + 1:  # the first one also prepares kernels and caches
-                self.timed_from = self.step - self.steps_per_iteration
-                self.start = time.monotonic()
             screen.show("optimizer steps", self.steps_per_iteration)
             yield self.iteration
 
@@ -335,6 +296,9 @@ class Run:
         self.seconds[part] = now - self.since
         self.since = now
         screen.show("optimizer steps", self.steps_per_iteration)
+
+    def _seconds(self):
+        return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
 
     def evaluation_due(self, step):
         """True at the start, every --eval-every steps and at the end, except where a continued run has done it.
@@ -355,7 +319,7 @@ class Run:
             # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
             labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown}
             parts = [f"{label} {self.logged[name]:.3g}" for name, label in labels.items() if name in self.logged]
-            seconds_left = (time.monotonic() - self.start) / (step - self.timed_from) * (self.total_steps - step)
+            seconds_left = (time.monotonic() - self.start) / (step - self.first_step) * (self.total_steps - step)
             eta = f"eta {timedelta(seconds=round(seconds_left))}"
             screen.headline = f"{step}/{self.total_steps}, {eta}"
             self.say(" | ".join([f"{step}/{self.total_steps}", *parts, self._seconds(), eta]))
@@ -381,16 +345,16 @@ class Run:
 
     def _save(self):
         """Writes a checkpoint of the last complete iteration, if there is none. Collective."""
-        if self.saved_step == self.kept.step:
+        place = self.dir / f"checkpoints/step_{self.kept.step:08d}"
+        if self.checkpoint and self.checkpoint.name == place.name:
             return
         screen.show("saving")
         self.saved = time.monotonic()
         state = {"threads": torch.get_num_threads(), "headline": self.headline, "inputs": self.inputs}
-        state |= vars(self.kept) | {"run": self.identity}
-        files, state = pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
-        on_main(self.accelerator, write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
-        self.saved_step = self.kept.step
-        self.checkpoint = self.dir / f"checkpoints/step_{self.saved_step:08d}"
+        state |= {"run": self.identity, **vars(self.kept)}
+        files, state = checkpoint.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
+        on_main(self.accelerator, checkpoint.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
+        self.checkpoint = place
 
     def say_what_is_kept(self, error):
         """Tells what is saved. After an error that all processes got from `on_main` or `on_each`, the last complete
@@ -402,7 +366,7 @@ class Run:
         if stopped and not self.checkpoint:
             self.say("stopped; there was no checkpoint yet, so nothing is kept")
         elif stopped:
-            command = environment(self.accelerator)["command"]
+            command = identity.environment(self.accelerator)["command"]
             self.say(f"stopped; step {int(self.checkpoint.name[5:])} is saved; to continue: {command}")
         elif self.checkpoint and self.stepped:  # printed behind the traceback
             place = f"{self.path}/checkpoints/{self.checkpoint.name}"
@@ -411,6 +375,8 @@ class Run:
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
+        if os.getpid() != self.process:  # a child that a reward has forked
+            os._exit(128 + number)
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done
@@ -476,9 +442,6 @@ class Run:
             self.append("perf.jsonl", {"step": step, "time": time.time(), **perf})
         self.accelerator.log(metrics | perf, step=step)
 
-    def _seconds(self):
-        return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
-
     def samples(self, step, rows):
         """Logs samples, dicts with equal keys, to samples.jsonl, and prints three of different prompts or betas."""
         if not self.main or not rows:
@@ -493,11 +456,11 @@ class Run:
     def export(self, lm, tokenizer, name, heads=None):
         """Writes the model, and heads {file: {name: tensor}} beside it, to a directory of the run. Collective."""
         screen.show(f"writing {name}")
-        weights = full_weights(lm)
+        weights = checkpoint.full_weights(lm)
         whole = {}
         for file, tensors in (heads or {}).items():  # gathered where FSDP2 has sharded them
             whole[file] = {key: getattr(x, "full_tensor", x.detach)() for key, x in tensors.items()}
-        on_main(self.accelerator, export_model, lm, weights, tokenizer, self.dir / name, whole)
+        on_main(self.accelerator, checkpoint.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
         """Exports the model, prints the last lines, writes the card and marks the run as finished. Returns `result`.
@@ -543,5 +506,5 @@ class Run:
         names = [self.headline, *self.shown]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"
         draw_curves(records, names, title, self.dir / "curve.png")
-        write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
-        write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))
+        checkpoint.write_text(self.dir / "README.md", model_card(env, names, records, samples, usage))
+        checkpoint.write_text(self.dir / "env.json", json.dumps(env | {"finished": True}, indent=1))

@@ -28,7 +28,6 @@ from helpers import log, pad_more, recorded, same_record, same_run, samples
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
 from common import checkpoint, identity
-from common import run as run_module
 from common.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,7 +241,7 @@ def witness(context, script, job):
         states.append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
         return pack_state(model, optimizer, frozen, settings, **state)
 
-    context.setattr(run_module, "pack_state", keep_state)
+    context.setattr(checkpoint, "pack_state", keep_state)
     yield
     metrics = []
     for (_, step, found), _ in iterations + evaluations:

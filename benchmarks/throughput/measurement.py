@@ -142,7 +142,7 @@ def record(results, algorithm, side, repeat, model, measure):
 def short_run(script, **flags):
     """{name: number} of perf.jsonl and metrics.jsonl for each step of a run of a script (a module of algos), without
     evaluations. The run ends where it would write its only checkpoint: saving is not measured."""
-    from common import run
+    from common import checkpoint
 
     class Measured(Exception):
         pass
@@ -152,7 +152,7 @@ def short_run(script, **flags):
 
     off = {"eval_dataset": None, "metric": None, "eval_every": 0, "save_every": 0}
     off = {name: value for name, value in off.items() if hasattr(script.Args, name)}
-    with tempfile.TemporaryDirectory() as folder, patch.object(run, "pack_state", stop):
+    with tempfile.TemporaryDirectory() as folder, patch.object(checkpoint, "pack_state", stop):
         with suppress(Measured):
             script.main(script.Args(run_dir=f"{folder}/run", threads=THREADS, **off, **flags))
         assert not Path(folder, "run/checkpoints").exists()

@@ -106,7 +106,9 @@ def tell_left_out(tokenizer, chats, flag):
             tried.setdefault("tools", [(messages, row), (messages, row | {"tools": None})])
         for place in reversed(range(len(messages))):
             message = messages[place]
-            for key in [key for key, value in message.items() if key != "role" and value not in (None, "", [], {})]:
+            for key in message.keys() - {"role"}:
+                if message[key] in (None, "", [], {}):
+                    continue
                 nothing = MARK if key == "content" else None
                 other = message | {"content": message.get("content") or ""} | {key: nothing}
                 others = [*messages[:place], other, *messages[place + 1 :]]

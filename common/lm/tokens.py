@@ -146,7 +146,7 @@ def texts_behind(tokenizer, queries, responses, **options):
     prompts = tokenizer.batch_decode(queries, **options)
     samples = tokenizer.batch_decode([[*query, *ids] for query, ids in zip(queries, responses, strict=True)], **options)
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        if sample.startswith(prompt):  # which changes in some longer texts
+        if sample.startswith(prompt):  # else the prompt is another text where a response follows
             texts[row] = sample.removeprefix(prompt)
     return texts
 

@@ -170,8 +170,10 @@ def environment(accelerator):
     for name in "torch transformers accelerate tokenizers safetensors numpy datasets peft diffusers".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    command = "git describe --always --dirty --exclude='*' --abbrev=40"
-    commit = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip()  # or no git
+    commit = ""
+    with contextlib.suppress(OSError):  # without git
+        command = "git describe --always --dirty --exclude=* --abbrev=40".split()
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()

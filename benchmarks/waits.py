@@ -21,8 +21,8 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 from algos import grpo  # noqa: E402
-from common.lm import evaluation, sampling  # noqa: E402
 from common.lm import graphs as cuda_graphs  # noqa: E402
+from common.lm import sampling  # noqa: E402
 
 ROWS, WORDS, TOKENS = 3, 151936, 64
 
@@ -49,20 +49,18 @@ class Launch(graphs.Graph):
 
 def update(lm, queries):
     """A micro-batch of grpo.py with a KL, as its loop has it."""
-    ids = torch.randint(1, 101, (ROWS, 29)).tolist()
-    responses = evaluation.Responses(
-        ids, trained=[[True] * 29] * ROWS, ended=[True] * ROWS, rows=[{"prompt": ""}] * ROWS
-    )
-    batch = grpo.Rollout.of(queries, responses, device.DEVICE)
-    batch.logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
-    batch.ref_logprobs = torch.zeros(ROWS * 29).to(device.DEVICE)
-    batch.advantages = torch.ones(ROWS, dtype=torch.float64).to(device.DEVICE)
-    lines = [[example] for example in batch.examples]
+    lines = []
+    for query in queries:
+        ids = torch.randint(1, 101, (29,)).tolist()
+        episode = grpo.Episode({"prompt": ""}, query, ids, [True] * 29, True, 1.0, advantage=1.0, weight=1.0)
+        episode.logprobs = torch.zeros(29).to(device.DEVICE)
+        episode.ref_logprobs = torch.zeros(29).to(device.DEVICE)
+        lines.append([episode.example])
     counts = {"steps": 1, "sequences": ROWS, "tokens": ROWS * 29, "with an advantage": ROWS * 29}
     args = grpo.Args(model="", dataset="", reward="", max_new_tokens=29)
 
     def micro_batch():
-        loss, _ = grpo.losses(lm, batch, lines, batch.advantages, counts, args)
+        loss, _ = grpo.losses(lm, lines, counts, args)
         loss.backward()
 
     return counted(micro_batch)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,7 +148,7 @@ def same_run(a, b, weight_tolerance=1e-9, what=""):
 
 
 def rolled(monkeypatch, script):
-    """Like `recorded`, of a script's rollouts: (arguments, batch) of every call."""
+    """Like `recorded`, of a script's rollouts: (arguments, episodes) of every call."""
     return recorded(monkeypatch, script, "rollout", lambda result: result[0])
 
 
@@ -164,9 +165,23 @@ def recorded(monkeypatch, module, name, kept=lambda result: result):
     return calls
 
 
-def trained_ids(batch):
+def trained_ids(episodes):
     """The trained ids of each response of a rollout."""
-    return [[token for token in labels if token != -100] for _, labels, _ in batch.examples]
+    return [[token for token in episode.labels if token != -100] for episode in episodes]
+
+
+def lines_of(episodes):
+    """As `line_logprobs` takes them, an episode per line."""
+    return [[episode.example] for episode in episodes]
+
+
+def encoded(script, rows, lm, tokenizer, eval_sets=(), **flags):
+    """(data, arguments) of ppo or grpo, whose prompts are rows; without evaluation sets, two of them are evaluated."""
+    flags |= {"group_size": 2} if script.__name__ == "algos.grpo" else {}
+    args = script.Args(model="m", dataset=rows, **{"reward": "judge", "total_episodes": 2, "max_new_tokens": 5} | flags)
+    data = SimpleNamespace(rows=rows, eval_sets=dict(eval_sets), reward=None, rollout=args.rollout)
+    script.encode(data, lm, tokenizer, args)
+    return data, args
 
 
 def widen(tensor, left, right, fill=None):
@@ -181,8 +196,8 @@ def widen(tensor, left, right, fill=None):
 
 def pad_more(setattr=setattr):
     """Whatever is padded gets two columns more: what `collate` returns on the right and contexts on the left, of random
-    tokens that do not count, and the mask of `Episodes`. Returns the names of what was called, which grow."""
-    from algos import grpo, ppo
+    tokens that do not count, and the mask of ppo. Returns the names of what was called, which grow."""
+    from algos import ppo
     from common.lm import classifier, logprobs, sampling, tokens
 
     reached = set()
@@ -206,8 +221,7 @@ def pad_more(setattr=setattr):
         return widen(ids, 0, 2), torch.cat([positions, more], 1), widen(labels, 0, 2, no_label)
 
     setattr(sampling, "pad_rows", wide_contexts)
-    for script in ppo, grpo:
-        setattr(script, "pad_rows", wide_mask)
+    setattr(ppo, "pad_rows", wide_mask)
     for module in logprobs, classifier:
         setattr(module, "collate", wide_collate)
     return reached

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import close, equal, log, recorded, rolled, same_run
+from helpers import close, equal, lines_of, log, recorded, rolled, same_run
 from test_invariants import weights
 from test_models import IDS, PROMPTS, more_vowels
 from test_reward import ppo_scores
@@ -170,11 +170,11 @@ def test_targets_rank_and_alpha(build_model):
         adapted(build_model(), lora_r=3, lora_targets=("c_fc", "q_prjo"))
 
 
-def logprobs(directory, batch):
+def logprobs(directory, episodes):
     """Of the sampled tokens, by the model that plain transformers finds in a directory."""
     lm = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
-        return ppo.line_logprobs(lm, [[example] for example in batch.examples])[0]
+        return ppo.line_logprobs(lm, lines_of(episodes))[0]
 
 
 @pytest.mark.parametrize("further", [False, True])
@@ -185,11 +185,11 @@ def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, furth
     rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run(ppo, model, tmp_path / "run", lora_r=0 if further else 3)
     (_, first), (_, second) = rollouts
-    assert torch.equal(first.logprobs, first.ref_logprobs)
+    assert all(torch.equal(episode.logprobs, episode.ref_logprobs) for episode in first)
     assert log(run_dir)[1]["objective/kl"] == 0
     expected = logprobs(model, second)
-    close(second.ref_logprobs, expected, 1e-5)
-    assert (second.logprobs - second.ref_logprobs).abs().max() > 1e-3  # the policy has moved
+    close(ppo.of_all(second, "ref_logprobs"), expected, 1e-5)
+    assert (ppo.of_all(second, "logprobs") - expected).abs().max() > 1e-3  # the policy has moved
     if further:
         assert (logprobs(gpt2_dir, second) - expected).abs().max() > 1e-3
         new = weights(run_dir)

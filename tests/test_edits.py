@@ -21,8 +21,8 @@ MISTAKES = {  # edit: what is right, what is wrong, the checks that find it
     ),
     "kto": ("state.kl - rejected", "rejected - state.kl", {"test_it_learns_its_embedded_task_a_little"}),
     "two_rewards": (
-        "batch.scores, state.moments = combine(batch.scores, brevity, state.moments)",
-        "batch.scores, data.moments = combine(batch.scores, brevity, getattr(data, 'moments', [0, 0.0, 0.0]))",
+        "scores, state.moments = combine(scores, brevity, state.moments)",
+        "scores, data.moments = combine(scores, brevity, getattr(data, 'moments', [0, 0.0, 0.0]))",
         {"test_killed_and_continued_it_ends_with_the_same_bytes"},
     ),
 }

@@ -7,14 +7,13 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from helpers import close, log, random, recorded, rolled, tensor, trained_ids
+from helpers import close, lines_of, log, random, recorded, rolled, tensor, trained_ids
 from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks
 from common import seeding
 from common.errors import InputError
-from common.lm.evaluation import Responses
 from common.lm.load import load_model
 
 B, R, G = 5, 7, 3
@@ -219,24 +218,23 @@ ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
-    lists = [[0] * length for length in LENGTHS]
-    responses = Responses(lists, [[True] * length for length in LENGTHS], [True] * B, [{"prompt": "b"}] * B)
-    batch = grpo.Rollout.of([[0]] * B, responses, "cpu")
-    batch.advantages = advantages
-    batch.logprobs = OLD[MASK]
-    batch.ref_logprobs = REF[MASK]
-    column = new[MASK]
-    monkeypatch.setattr(
-        grpo,
-        "line_logprobs",
-        lambda model, lines, *_: (column[batch.places(lines)], None, column.detach()[batch.places(lines)]),
-    )
-    token_weights = grpo.token_weights(batch.mask.sum(1), args.loss_mean, args.max_new_tokens)
+    token_weights = grpo.token_weights(torch.tensor(LENGTHS), args.loss_mean, args.max_new_tokens)
+    episodes = []
+    for row, length in enumerate(LENGTHS):
+        numbers = {"advantage": advantages[row].item(), "weight": token_weights[row].item()}
+        numbers |= {"logprobs": OLD[row, :length], "ref_logprobs": REF[row, :length]}
+        episodes.append(grpo.Episode({"row": row}, [0], [0] * length, [True] * length, True, 0.0, **numbers))
+
+    def line_logprobs(model, lines, *_):
+        logprobs = torch.cat([new[each.row["row"], : each.length] for each in grpo.episodes_of(lines)])
+        return logprobs, None, logprobs.detach()
+
+    monkeypatch.setattr(grpo, "line_logprobs", line_logprobs)
     counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS), "with an advantage": sum(LENGTHS)}
     loss = 0.0
     sums = defaultdict(float)
     for rows in ([3, 0], [4, 1, 2]):
-        share, metrics = grpo.losses(None, batch, [[batch.examples[row]] for row in rows], token_weights, counts, args)
+        share, metrics = grpo.losses(None, lines_of(episodes[row] for row in rows), counts, args)
         loss = loss + share
         for name, value in metrics.items():
             sums[name] += value
@@ -250,7 +248,7 @@ def test_losses_are_those_of_trl(monkeypatch, golden):
     flags["unbiased_kl"] = golden in UNBIASED
     flags["policy_loss"] = "cispo" if kind == "cispo" else "clip"
     new = NEW.clone().requires_grad_()
-    loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, **flags))
+    loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, ppo_epochs=2, **flags))
     assert loss.item() == pytest.approx(value, rel=1e-9)
     loss.backward()
     close(new.grad[MASK], gradient, 1e-9)
@@ -288,18 +286,17 @@ def test_the_loss_of_one_step_is_minus_the_mean_advantage(monkeypatch, gpt2_dir,
     for name in ("make_reference", "kl_k3"):  # without a KL there is no reference
         monkeypatch.delattr(grpo, name)
     rollouts = rolled(monkeypatch, grpo)
-    scored = recorded(monkeypatch, grpo, "all_logprobs")
+    scored = recorded(monkeypatch, grpo, "store_logprobs")
     micro = recorded(monkeypatch, grpo, "losses")
     _, run_dir = run_grpo(gpt2_dir, tmp_path / "run", loss_mean="token", micro_batch_size=5)
     assert not scored
-    assert sum(len(lines) for (_, _, lines, *_), _ in micro) == 2 * 15  # of 21 rows, those with an advantage
-    for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
+    assert sum(len(lines) for (_, lines, *_), _ in micro) == 2 * 15  # of 21 rows, those with an advantage
+    for record, (_, episodes) in zip(log(run_dir), rollouts, strict=True):
         assert record["policy/ratio"] == 1
         assert record["policy/clipfrac"] == record["policy/approxkl"] == 0
         assert record.keys().isdisjoint(["objective/kl", "loss/kl"])
         assert record["loss/total"] == record["loss/policy"]
-        lengths = batch.mask.sum(1)
-        expected = -(batch.advantages * lengths).sum().item() / lengths.sum().item()
+        expected = -sum(each.advantage * each.length for each in episodes) / sum(each.length for each in episodes)
         assert record["loss/policy"] == pytest.approx(expected, rel=1e-9)
         assert abs(expected) > 1e-3
         assert record["groups/equal"] == pytest.approx(2 / 7)
@@ -320,12 +317,12 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     flags |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
     flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
-    [(_, batch)] = rollouts
-    queries = batch.queries
-    responses = trained_ids(batch)
-    scores = batch.scores.tolist()
-    num_rows = sum(len(lines) for (_, _, lines, *_), _ in micro)
-    advantages = grpo.group_advantages(batch.scores, G, kind).tolist()
+    [(_, episodes)] = rollouts
+    queries = [episode.query for episode in episodes]
+    responses = trained_ids(episodes)
+    scores = [episode.score for episode in episodes]
+    num_rows = sum(len(lines) for (_, lines, *_), _ in micro)
+    advantages = grpo.group_advantages(tensor(*scores), G, kind).tolist()
     assert num_rows == 2 * (21 if beta else np.count_nonzero(advantages)) and 0 in advantages
     model, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     ref, _ = load_model(args_of(dtype="float64"), tiny_dirs["llama"])
@@ -396,9 +393,9 @@ def test_equal_scores_teach_nothing(monkeypatch, gpt2_dir, tmp_path, capsys):
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", dataset=[{"prompt": "b"}])
-    one, two = (trained_ids(batch) for _, batch in rollouts)
+    one, two = (trained_ids(episodes) for _, episodes in rollouts)
     assert sum(a == b for a, b in zip(one, two, strict=True)) < 7
-    assert [len(lines) for (_, _, lines, *_), _ in micro] == [1, 1]
+    assert [len(lines) for (_, lines, *_), _ in micro] == [1, 1]
     before, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     after = weights(run_dir)
     assert all(torch.equal(after[f"model.{name}"], weight) for name, weight in before.named_parameters())
@@ -452,12 +449,12 @@ def test_every_prompt_has_a_group_side_by_side(monkeypatch, gpt2_dir, tmp_path):
     flags = {"dataset": rows, "reward": reward, "rollout_batch_size": 15, "batch_size": 15, "total_episodes": 45}
     run_grpo(gpt2_dir, tmp_path / "run", **flags)
     places = np.repeat(grpo.draw_rows(1, 7, 0, 15), G).reshape(3, 15).tolist()
-    for numbers, (prompts, shown), (arguments, batch) in zip(places, seen, rollouts, strict=True):
+    for numbers, (prompts, shown), (arguments, episodes) in zip(places, seen, rollouts, strict=True):
         *_, rows_of_batch, given, _, _, _ = arguments
         assert rows_of_batch == [rows[n] for n in numbers]
         assert shown == numbers
         assert prompts == [PROMPTS[n] for n in numbers]
-        assert [math.floor(score) for score in batch.scores.tolist()] == numbers
-        assert batch.queries == given == [randomwalks.tokenizer()(prompt)["input_ids"] for prompt in prompts]
-        responses = trained_ids(batch)
-        assert len({*zip(numbers, map(tuple, responses), strict=True)}) > 5 + 3
+        assert [math.floor(episode.score) for episode in episodes] == numbers
+        queries = [episode.query for episode in episodes]
+        assert queries == given == [randomwalks.tokenizer()(prompt)["input_ids"] for prompt in prompts]
+        assert len({*zip(numbers, map(tuple, trained_ids(episodes)), strict=True)}) > 5 + 3

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import EOS, log, pad_is_eos, recorded, rolled, same_run, trained_ids
+from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids
 
 from algos import ppo, sft
 from common import seeding
@@ -74,17 +74,16 @@ def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family,
     rows = [{"prompt": p} for p in PROMPTS]
     queries = tokenizer(PROMPTS)["input_ids"]
     data = SimpleNamespace(reward=partial(call_reward, vowels, "vowels"), rollout=None)
-    batch, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
-    kl = batch.logprobs - batch.ref_logprobs
+    episodes, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
+    kl = ppo.of_all(episodes, "logprobs") - ppo.of_all(episodes, "ref_logprobs")
     assert len(kl) > 40
     assert kl.abs().max() < tolerance
     model.train()
     for rows in ([6, 0], [3], [5, 1, 4, 2]):
-        lines = [[batch.examples[row]] for row in rows]
-        places = batch.places(lines)
-        new_logprobs, new_values, _ = model(lines, temperature=0.7)
-        assert ((new_logprobs - batch.logprobs[places]).exp() - 1).abs().max() < tolerance
-        assert (new_values - batch.values[places]).abs().max() < tolerance
+        read = [episodes[row] for row in rows]
+        new_logprobs, new_values, _ = model(lines_of(read), temperature=0.7)
+        assert ((new_logprobs - ppo.of_all(read, "logprobs")).exp() - 1).abs().max() < tolerance
+        assert (new_values - ppo.of_all(read, "values")).abs().max() < tolerance
 
 
 def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir, tmp_path):
@@ -110,18 +109,17 @@ def test_the_plain_run_is_worth_comparing(gpt2_dir, tmp_path):
     assert metrics["val/clipfrac"] > 0
 
 
-def slow_targets(batch):
+def slow_targets(episodes):
     """{(row, place): (advantage, return)} of a rollout with gamma 1, lambda 0.95 and a KL coefficient of 0.1."""
     found = {}
-    for b, (_, _, places) in enumerate(batch.examples):
-        length = len(places)
+    for b, episode in enumerate(episodes):
         advantage = 0.0
         next_value = 0.0
-        for t in reversed(range(length)):
-            reward = -0.1 * (batch.logprobs[places[t]] - batch.ref_logprobs[places[t]]).item()
-            if t == length - 1:
-                reward += batch.scores[b].sum().item()
-            value = batch.values[places[t]].item()
+        for t in reversed(range(episode.length)):
+            reward = -0.1 * (episode.logprobs[t] - episode.ref_logprobs[t]).item()
+            if t == episode.length - 1:
+                reward += episode.score
+            value = episode.values[t].item()
             advantage = reward + next_value - value + 0.95 * advantage
             next_value = value
             found[b, t] = advantage, advantage + value
@@ -164,12 +162,12 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     monkeypatch.setattr(ppo, "minibatches", first_weights)
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
-    [(_, batch)] = rollouts
-    assert len(set(batch.mask.sum(1).tolist())) > 3  # so there is padding
+    [(_, episodes)] = rollouts
+    assert len({episode.length for episode in episodes}) > 3  # so there is padding
     lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
     model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
     assert all(torch.equal(weight, before[0][name]) for name, weight in model.state_dict().items())
-    targets = slow_targets(batch)
+    targets = slow_targets(episodes)
     advantages = [advantage for advantage, _ in targets.values()]
     optimizer = adamw(model, 0.1, betas=(0.9, 0.95), eps=1e-5)
     parts = []
@@ -179,18 +177,18 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     for lr, rows in zip([1e-2, 7.5e-3, 5e-3, 2.5e-3], parts, strict=True):  # linear to 0 at a fifth step
         losses = []
         for b in rows:
-            query = batch.queries[b]
-            response = trained_ids(batch)[b]
-            _, _, places = batch.examples[b]
+            episode = episodes[b]
+            query = episode.query
+            response = episode.response
             output = model.lm(torch.tensor([query + response]), output_hidden_states=True)
             for t, token in enumerate(response):
                 at = len(query) - 1 + t
                 advantage, target = targets[b, t]
                 a = (advantage - np.mean(advantages)) / (np.var(advantages) + 1e-8) ** 0.5
-                ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - batch.logprobs[places[t]]).exp()
+                ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - episode.logprobs[t]).exp()
                 policy_loss = -torch.minimum(a * ratio, a * ratio.clamp(0.8, 1.2))
                 value = model.value_head(output.hidden_states[-1][0, at])[0]
-                old = batch.values[places[t]]
+                old = episode.values[t]
                 near = torch.minimum(torch.maximum(value, old - 0.05), old + 0.05)
                 value_loss = torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
                 losses.append(policy_loss + 0.7 * value_loss)
@@ -215,22 +213,19 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
     rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", kl_kind="mse", micro_batch_size=3)
     beta = 0.1
-    for record, (_, batch) in zip(log(run_dir), rollouts, strict=True):
+    for record, (_, episodes) in zip(log(run_dir), rollouts, strict=True):
         per_token = "logprobs values entropies ref_logprobs returns".split()
-        tokens = {name: getattr(batch, name).numpy() for name in per_token}
-        rows = []
-        for _, _, places in batch.examples:
-            rows.append({name: column[places.start : places.stop] for name, column in tokens.items()})
-        kls = [row["logprobs"] - row["ref_logprobs"] for row in rows]
-        scores = batch.scores.sum(1).numpy()
+        tokens = {name: ppo.of_all(episodes, name).numpy() for name in per_token}
+        kls = [(episode.logprobs - episode.ref_logprobs).numpy() for episode in episodes]
+        scores = np.array([episode.score for episode in episodes])
         penalty = np.mean([-beta * np.sum(kl**2) / 2 for kl in kls])
         errors = tokens["returns"] - tokens["values"]
-        ends = [EOS in ids for ids in trained_ids(batch)]
+        ends = [EOS in episode.response for episode in episodes]
         expected = {
             "objective/kl": np.mean([kl.sum() for kl in kls]),
             "objective/kl_coef": beta,
             "objective/kl_k3": np.mean([np.sum(np.exp(-kl) - 1 + kl) for kl in kls]),
-            "objective/entropy": np.mean([-row["logprobs"].sum() for row in rows]),
+            "objective/entropy": np.mean([-episode.logprobs.sum() for episode in episodes]),
             "objective/scores": scores.mean(),
             "objective/scores_std": scores.std(),
             "objective/non_score_reward": penalty,
@@ -240,10 +235,10 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
             "val/error": np.mean(errors**2),
         }
         counts = {  # averaged in float32
-            "tokens/responses_len": np.mean([len(row["values"]) for row in rows]),
+            "tokens/responses_len": np.mean([len(episode.values) for episode in episodes]),
             "tokens/eos_rate": np.mean(ends),
             "tokens/truncated_rate": 1 - np.mean(ends),
-            "tokens/queries_len": np.mean([len(query) for query in batch.queries]),
+            "tokens/queries_len": np.mean([len(episode.query) for episode in episodes]),
         }
         for values, tolerance in ((expected, 1e-9), (counts, 1e-6)):
             found = {name: record[name] for name in values}
@@ -264,8 +259,8 @@ def test_ppo_with_an_end_token_of_id_zero(monkeypatch, letters, gpt2_dir, tmp_pa
     letters.pad_token = None
     rollouts = rolled(monkeypatch, ppo)
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", tokenizer=letters, total_episodes=40)
-    for _, batch in rollouts:
-        for ids in trained_ids(batch):
+    for _, episodes in rollouts:
+        for ids in trained_ids(episodes):
             ends = [place for place, token in enumerate(ids) if token in (0, EOS)]  # the model's own, too
             assert len(ids) == (ends[0] + 1 if ends else 7)
     assert any(0 < record["tokens/eos_rate"] < 1 for record in log(run_dir))

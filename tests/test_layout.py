@@ -185,8 +185,8 @@ def wide(context, script, job):
 
         context.setattr(ilql.Batch, "of", wide_episodes)
     yield
-    rolled = {"collate", "mask", "pad_rows"}
-    needed = {ppo: rolled, grpo: rolled, ilql: {"Batch", "pad_rows"}}.get(script, {"collate"})
+    sampled = {"collate", "pad_rows"}
+    needed = {ppo: sampled | {"mask"}, grpo: sampled, ilql: {"Batch", "pad_rows"}}.get(script, {"collate"})
     assert needed <= reached
 
 

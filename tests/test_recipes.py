@@ -6,15 +6,15 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, lines
-from helpers import log, recorded, samples, weights
+from harness import ROOT, at, flags, lines
+from helpers import log, recorded, rolled, same_run, samples, weights
 
 from algos import grpo
 from common.cli import parse
 
 TEXT = (ROOT / "algos/README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
-ENTROPY, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS, ENGINE = DIFFS
+ENTROPY, VALUE_LR, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS, ENGINE = DIFFS
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -76,6 +76,26 @@ def test_an_entropy_bonus_changes_the_loss(load, run):
     assert gap == pytest.approx(0.01 * bonus["policy/entropy"], rel=0.5), "the bonus is 0.01 nats a nat"
 
 
+def test_the_value_head_has_a_rate_of_its_own(scripts, work, tmp_path):
+    """Too small a rate to move it. It follows the schedule, also in a run that was killed and goes on."""
+    path = tmp_path / "ppo.py"
+    path.write_text(changed(VALUE_LR))
+    argv = [path, *flags(work, "ppo"), "--value-lr", "1e-12", "--run-dir"]
+    find = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    scripts.run([*argv, tmp_path / "whole"], work, patch=find)
+    scripts.run([*argv, tmp_path / "run"], work, -9, at("common.run", "Run.stop_requested", 4))
+    scripts.run([*argv, tmp_path / "run"], work, patch=find)
+    records = [record for record in log(tmp_path / "whole") if "optim/lr" in record]
+    assert len({record["optim/lr"] for record in records}) == 6
+    for record in records:
+        assert record["optim/value_lr"] == pytest.approx(1e-10 * record["optim/lr"], rel=1e-9, abs=0)
+    same_run(tmp_path / "run", tmp_path / "whole", 1e-12)
+    start, *_, end = map(weights, sorted((tmp_path / "whole/checkpoints").iterdir()))
+    for name, weight in start.items():
+        if name.startswith("model."):
+            assert torch.equal(weight, end[name]) == ("value_head" in name), name
+
+
 ILQL = {"dataset": [{"prompt": "b", "completion": "cde" * n, "reward": float(n)} for n in (1, 2, 3)], "metric": metric}
 ILQL |= {"eval_prompts": [{"prompt": "b"}, {"prompt": "cd"}], "betas": (0.0, 4.0), "max_new_tokens": 7, "top_k": 0}
 ILQL |= {"total_steps": 3, "batch_size": 3, "micro_batch_size": 2, "warmup_steps": 0}
@@ -122,9 +142,9 @@ def test_truncated_responses_have_no_advantage(load, run, monkeypatch):
     module = load(TRUNCATED, "grpo")
     updates = recorded(monkeypatch, module, "update")
     run(module, **GRPO)
-    for (_, _, _, batch, *_), _ in updates:
-        assert batch.truncated.any() and not batch.advantages[batch.truncated].any()
-        assert batch.advantages[~batch.truncated].any()
+    for (_, _, _, episodes, *_), _ in updates:
+        assert {False} == {bool(episode.advantage) for episode in episodes if not episode.ended}
+        assert any(episode.advantage for episode in episodes if episode.ended)
 
 
 def test_tokens_of_another_engine_are_weighted(load, run, monkeypatch):
@@ -140,17 +160,14 @@ def test_tokens_of_another_engine_are_weighted(load, run, monkeypatch):
         return turns, {"engine_logprobs": logprobs}
 
     module = load(ENGINE, "grpo")
-    updates = recorded(monkeypatch, module, "update")
     losses = recorded(monkeypatch, module, "losses")
     run(module, **GRPO | {"rollout": engine, "kl_coef": 0.0})
-    (_, _, _, batch, *_), _ = updates[0]
-    (_, _, lines, weights, *_), (loss, _) = losses[0]
+    (_, lines, *_), (loss, _) = losses[0]
     expected = 0.0
-    for [(_, _, places)] in lines:
-        row = batch.row_of[places[0]]
-        for number in range(len(places)):
-            expected -= weights[row] * batch.advantages[row] * (0.2, 1.0, 2.0)[number % 3]
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    for episode in module.episodes_of(lines):
+        for number in range(episode.length):
+            expected -= episode.weight * episode.advantage * (0.2, 1.0, 2.0)[number % 3]
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_entropy_bonus_reaches_episodes_without_an_advantage(load, run, monkeypatch):
@@ -159,35 +176,31 @@ def test_an_entropy_bonus_reaches_episodes_without_an_advantage(load, run, monke
     module = load(GROUP_ENTROPY, "grpo")
     micro = recorded(monkeypatch, module, "losses")
     metrics, _ = run(module, **flags)
-    assert sum(len(lines) for (_, _, lines, *_), _ in micro) == 64 and metrics["optim/grad_norm"] > 0
+    assert sum(len(lines) for (_, lines, *_), _ in micro) == 64 and metrics["optim/grad_norm"] > 0
     entropy = -metrics["loss/policy"] / 0.01
     assert 1 < entropy < 3.3  # nats: of 25 tokens at most
 
 
 def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
-    """All 16 groups of an iteration are trained on, and no other."""
+    """As many groups as usual are trained, in the order of sampling. Rounds end when there are enough, or at four, and
+    none repeats another."""
     module = load(GROUPS, "grpo")
+    rollouts = rolled(monkeypatch, module)
     updates = recorded(monkeypatch, module, "update")
-    steps = []
-    minibatches = module.minibatches
-
-    def noted(*args):
-        for found in minibatches(*args):
-            steps.append(found[0])
-            yield found
-
-    monkeypatch.setattr(module, "minibatches", noted)
-    run(module, **GRPO)
-    for ((_, _, _, batch, *_), _), rows in zip(updates, steps, strict=True):
-        groups = batch.scores.view(32, 2)
-        is_different = groups[:, 0] != groups[:, 1]
-        assert 0 < is_different.sum() < 32
-        numbers = torch.arange(32)
-        expected = torch.cat([numbers[is_different], numbers[~is_different]])[:16].sort().values
-        assert torch.equal(rows.sort().values.view(16, 2), torch.stack([2 * expected, 2 * expected + 1], 1))
-        others = torch.ones(64, dtype=torch.bool).index_fill(0, rows, False)
-        assert not batch.advantages[others].any()
-        assert batch.advantages[rows].count_nonzero() == 2 * min(16, is_different.sum())
+    rounds = []
+    for reward in (is_long, lambda outputs, **columns: [float("ab" in output) for output in outputs]):
+        rounds += [record["groups/rounds"] for record in log(run(module, **GRPO | {"reward": reward})[1])]
+    for ((_, _, _, trained, *_), _), count in zip(updates, rounds, strict=True):
+        pools = [episodes for _, episodes in rollouts[:count]]
+        del rollouts[:count]
+        assert len({str([episode.response for episode in episodes]) for episodes in pools}) == count
+        groups = [episodes[begin : begin + 2] for episodes in pools for begin in range(0, 32, 2)]
+        different = [(one, two) for one, two in groups if one.score != two.score]
+        equal = [(one, two) for one, two in groups if one.score == two.score]
+        assert [*map(id, trained)] == [id(episode) for group in (different + equal)[:16] for episode in group]
+        assert all(bool(episode.advantage) for episode in trained) == (len(different) >= 16)
+        assert count == 4 or len(different) - sum(one.score != two.score for one, two in groups[-16:]) < 16
+    assert not rollouts and 4 in rounds and {2, 3} & {*rounds}
 
 
 FILES = dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", TEXT, flags=re.S))

@@ -10,15 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, PAD, TEMPLATE, add_specials, answer, log, samples, tensor, user, weights
+from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, tensor, user, weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from algos import reward
+from algos import grpo, ppo, reward
 from benchmarks.tasks import randomwalks
 from common import seeding
 from common.errors import InputError
 from common.lm.classifier import RewardModel, classifier_logits
-from common.lm.evaluation import Prompts
 from common.lm.tokens import encode_prompts, int32
 
 WIDTH = 12
@@ -237,7 +236,8 @@ def check_example(run_dir, capsys):
     assert printed == pytest.approx(scores_of(run_dir, "chosen")[0], rel=1e-4)
 
 
-def test_a_judge_of_another_template(chatty, gpt2_dir, tmp_path, capsys):
+@pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
+def test_a_judge_of_another_template(chatty, gpt2_dir, tmp_path, capsys, script):
     judge = AutoModelForSequenceClassification.from_pretrained(gpt2_dir, num_labels=1)
     judge.save_pretrained(tmp_path / "judge")
     for template, is_told in ((TEMPLATE + " ", True), (TEMPLATE, False), (None, False)):
@@ -247,9 +247,8 @@ def test_a_judge_of_another_template(chatty, gpt2_dir, tmp_path, capsys):
         tokenizer.chat_template = TEMPLATE
         args = reward_args(tmp_path / "judge")
         lm = SimpleNamespace(device="cpu", named_parameters=dict().items, config=judge.config, modules=list)
-        data = Prompts([{"prompt": [user("ab")]}], {}, None, None)
-        data.encode(lm, tokenizer, 5, None, 1)
-        data.load_reward(args, lm, tokenizer)
+        data, _ = encoded(script, [{"prompt": [user("ab")]}], lm, tokenizer)
+        assert script.load_reward(data, args, lm, tokenizer) is data.reward.model
         said = capsys.readouterr().out
         assert ("warning: --reward reads chats as the template of --model" in said) == is_told
 

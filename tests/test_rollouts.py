@@ -119,20 +119,20 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
     flags = {"rollout": noted, "reward": reward, "total_episodes": 12, "eval_every": 4}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
     assert seen == [[token for ids, _ in turns for token in ids][:9] for turns in returned]
-    ((_, batch),) = calls
+    [(_, episodes)] = calls
     assert sum(WRITTEN[0] in ids for ids in seen) > 6
     seen = seen[len(PROMPTS) : len(PROMPTS) + 12]  # between two evaluations
-    rows = zip(seen, trained_ids(batch), batch.queries, batch.examples, strict=True)
-    for ids, kept, query, (line, labels, _) in rows:
-        response = [*line[len(query) :]]
-        mask = [label != -100 for label in labels[len(query) :]]
+    for ids, kept, episode in zip(seen, trained_ids(episodes), episodes, strict=True):
+        begin = len(episode.query)
+        response = [*episode.ids[begin:]]
+        mask = [label != -100 for label in episode.labels[begin:]]
         assert response == ids[: len(response)] and mask[-1]
         assert [token for token in ids if token not in WRITTEN] == [x for x in kept if x not in WRITTEN]
         for place, (token, keep) in enumerate(zip(response, mask, strict=True)):
             if place and token in (0, 8, 14, 20) and keep:  # behind a vowel
                 assert not any(mask[place + 1 : place + 3])
     first, _ = losses[0]
-    assert len(batch.row_of) < sum(map(len, seen))
+    assert sum(episode.length for episode in episodes) < sum(map(len, seen))
     log_ratio = first[0] - first[1] if algo == "ppo" else first[0]
     close(log_ratio.exp(), torch.ones(len(log_ratio)))
     assert any("[eq]" in row["output"] for row in samples(run_dir))

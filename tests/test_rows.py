@@ -16,16 +16,15 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
-from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, jsonl, turn, user, write
+from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, encoded, jsonl, turn, user, write
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from algos import ddpo, dpo, ilql, reward, sft
+from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.errors import InputError
 from common.functions import load_function
 from common.lm.chat import chat_text, pair_texts
 from common.lm.classifier import classifier_ids
-from common.lm.evaluation import Prompts
 from common.lm.tokens import encode_prompts, int32
 from common.rows import load_rows, load_sets, read_rows
 
@@ -36,6 +35,7 @@ E = user("e")
 F = answer("f")
 TURNS = [AB, CD, E, F]
 FOUR = ["ab", "cd", "e", "f"]
+SAMPLING = pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
 LM = SimpleNamespace(config=GPT2Config(n_positions=32), modules=list)  # scripts ask the model for its positions
 
 
@@ -696,13 +696,14 @@ def test_arguments_of_tool_calls_become_mappings():
         assert function["arguments"] == arguments  # the row is as it was
 
 
-def test_a_turn_that_ends_no_response_is_told(capsys):
+@SAMPLING
+def test_a_turn_that_ends_no_response_is_told(capsys, script):
     """As in base models: the template writes <|im_end|>, and their end is another token."""
     tokenizer = build_tokenizer(SMOL)
     for end, is_told in ((tokenizer.convert_tokens_to_ids("<|im_end|>"), False), (1, True)):
         tokenizer.ends = [end]
-        data = Prompts([{"prompt": [user("a")]}], {}, None, None)
-        data.encode(SimpleNamespace(config=GPT2Config(n_positions=999), modules=list), tokenizer, 5, None, 1)
+        lm = SimpleNamespace(config=GPT2Config(n_positions=999), modules=list)
+        encoded(script, [{"prompt": [user("a")]}], lm, tokenizer)
         said = "warning: '<|im_end|>' ends a turn of the chat template but no response, unless --stop has it\n"
         assert (said in capsys.readouterr().out) == is_told
 
@@ -937,20 +938,27 @@ def test_sets_of_reward(letters):
     assert data.report.endswith("\n--eval-dataset x: 2 pairs, 0 dropped as longer than 43, 1 as equal")
 
 
-def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys):
+@SAMPLING
+def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     """Without an evaluation set, the first prompts are evaluated."""
     rows = [{"prompt": text} for text in ("ab", "abcd", "c", "def")]
-    data = Prompts(rows, {}, None, None)
-    data.encode(LM, letters, 29, 3, 2)
+    longest = {"max_new_tokens": 29, "max_prompt_length": 3}
+
+    def told(data, args):
+        """What is printed of them."""
+        run = SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=1), steps_per_iteration=1)
+        return script.summary(run, data)["data"]
+
+    data, args = encoded(script, rows, LM, letters, **longest)
     assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]
     assert data.eval_sets == {"": (data.rows[:2], data.queries[:2])}
     said = "3 prompts; tokens: median 2, longest 3"
-    assert data.report == f"{said}; without --eval-dataset, evaluations take the first 2; first: 'ab'"
-    data = Prompts(rows[:1], {"x": rows[1:]}, None, None)
-    data.encode(LM, letters, 29, 3, 2)
-    assert data.report == "1 prompts; tokens: median 2, longest 2; first: 'ab'"
+    assert told(data, args) == f"{said}; without --eval-dataset, evaluations take the first 2; first: 'ab'"
+    sets = {"eval_sets": {"x": rows[1:]}, "eval_dataset": "x"}
+    data, args = encoded(script, rows[:1], LM, letters, **sets, **longest)
+    assert told(data, args) == "1 prompts; tokens: median 2, longest 2; first: 'ab'"
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
-    told = "{}: 1 of {} prompts are dropped, longer than --max-prompt-length 3\n"
-    assert capsys.readouterr().out == told.format("--dataset", 4) + told.format("--eval-dataset x", 3)
+    dropped = "{}: 1 of {} prompts are dropped, longer than --max-prompt-length 3\n"
+    assert capsys.readouterr().out == dropped.format("--dataset", 4) + dropped.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
-        Prompts(rows[:1], {"x": rows[1:]}, None, None).encode(LM, letters, 29, None, 2)
+        encoded(script, rows[:1], LM, letters, **sets, max_new_tokens=29)

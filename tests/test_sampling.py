@@ -1,13 +1,14 @@
 """The decode loop of rollouts and evaluations, and the texts it makes: `python -m pytest tests/test_sampling.py`
 
-`draw` against softmax over a grid of uniforms; `generate_all` against a slow loop of this file: one row at a time, the
-whole sequence through the model for every token, neither cache nor padding, and the inverse CDF in Python. In float64,
-where another layout of the same work gives the same tokens.
+`draw` against softmax over a grid of uniforms; `generate` and `respond` against a slow loop of this file: one row at
+a time, the whole sequence through the model for every token, neither cache nor padding, and the inverse CDF in Python.
+In float64, where another layout of the same work gives the same tokens.
 """
 
 import copy
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from test_seq2seq import random_seq2seq
 from algos import ppo
 from common.errors import NotFinite
 from common.lm import sampling
-from common.lm.evaluation import Responses, generate_all, text_arguments
-from common.lm.sampling import add_ids, draw, sample
+from common.lm.evaluation import respond, text_arguments
+from common.lm.sampling import add_ids, draw, have_ended, sample
 from common.lm.sampling import uniforms as keyed_uniforms
 from common.lm.structure import as_decoder
 from common.lm.tokens import decode, stopped, texts_behind
@@ -175,32 +176,39 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
     lm = as_decoder(copy.deepcopy(plain)) if kind == "t5" else plain
     random = np.random.default_rng(0)
     queries = [random.integers(0, 21, length).tolist() for length in (5, 1, 3, 11, 2, 7, 1)]
-    draws = keyed_uniforms(1, "rollout", 2, list(range(7)), 13)
-    whole = [slow_sample(plain, query, row, 0.7) for query, row in zip(queries, draws, strict=True)]
+
+    def wholes(name, number):
+        draws = keyed_uniforms(1, name, number, list(range(7)), 13)
+        return [slow_sample(plain, query, row, 0.7) for query, row in zip(queries, draws, strict=True)]
+
+    whole = wholes("rollout", 2)
     ends = [EOS, whole[0][6], whole[3][4]]
     stop = "zz", letters.decode(whole[5][2:4])
-    limits = torch.tensor([13, 13, 9, 13, 3, 13, 1])
+    limits = [13, 13, 9, 13, 3, 13, 1]
 
     def is_done(ids):
         return ids[-1] in ends or any(text in letters.decode(ids) for text in stop)
 
-    expected = []
-    for ids, limit in zip(whole, limits.tolist(), strict=True):
+    def cut(ids, limit=13):
         done = [n for n in range(1, 14) if is_done(ids[:n])]
-        expected.append(ids[: min([limit, *done])])
+        return ids[: min([limit, *done])]
+
+    expected = list(map(cut, whole, limits))
+    evaluated = list(map(cut, wholes("eval", 0)))
     assert len({*map(len, expected)}) > 3
     # the checkpoint's own settings are ignored: TRL fell for top_k=50, with which the KL is negative
     settings = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "min_new_tokens": 6}
     lm.generation_config.update(**settings, eos_token_id=ends, suppress_tokens=list(range(20)))
     monkeypatch.setattr(sampling, "LEAVING", leaving)
-    options = {"seed": 1, "max_new_tokens": 13, "temperature": 0.7, "stop": stop, "limits": limits}
+    options = {"seed": 1, "max_new_tokens": 13, "temperature": 0.7, "stop": stop}
     for size, look in (3, 1), (7, 1), (7, 4):
         monkeypatch.setattr(sampling, "LOOK", look)
-        responses = generate_all(accelerator, lm, letters, queries, ("rollout", 2), **options, decode_batch_size=size)
-        assert responses.ids == expected, (size, look)
-        assert responses.trained == [[True] * len(ids) for ids in expected]
-        assert responses.ended == list(map(is_done, expected))
-    assert {*responses.ended} == {True, False}
+        options["decode_batch_size"] = size
+        args = SimpleNamespace(**options)
+        assert ppo.generate(accelerator, lm, letters, queries, limits, 2, args) == expected, (size, look)
+        assert respond(accelerator, lm, letters, queries, **options) == evaluated, (size, look)
+    ended = have_ended(lm, letters, queries, expected, stop)
+    assert ended == list(map(is_done, expected)) and {*ended} == {True, False}
 
 
 def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, letters, accelerator):
@@ -213,7 +221,8 @@ def test_chunks_are_of_similar_length_and_without_empty_columns(build_model, let
             read.append((*options["input_ids"].shape, options["attention_mask"].sum(1).tolist()))
 
     lm.register_forward_pre_hook(noted, with_kwargs=True)
-    generate_all(accelerator, lm, letters, queries, ("rollout", 2), seed=1, max_new_tokens=3, decode_batch_size=3)
+    args = SimpleNamespace(seed=1, max_new_tokens=3, decode_batch_size=3, stop=(), temperature=1.0)
+    ppo.generate(accelerator, lm, letters, queries, [3] * 7, 2, args)
     assert read == [(3, 11, [11, 7, 5]), (2, 3, [3, 2]), (1, 1, [1])]
 
 
@@ -313,7 +322,7 @@ def test_texts(letters):
     assert stopped(letters, queries, responses, ("<eos>", "j")) == [True, False, True]
     assert stopped(letters, queries, responses, ()) == [False] * 3
     rows = [{"prompt": "ab", "x": 1}, {"prompt": "c", "x": 2}]
-    given = text_arguments(letters, Responses([[4, 5, 6], []], [], [], rows), ["efg", ""])
+    given = text_arguments(letters, rows, [[4, 5, 6], []], ["efg", ""])
     assert given.pop("tokenizer") is letters
     expected = {"samples": ["abefg", "c"], "prompts": ["ab", "c"], "outputs": ["efg", ""]}
     assert given == expected | {"output_ids": [[4, 5, 6], []]}
@@ -343,17 +352,17 @@ def test_line_logprobs_is_the_plain_forward(build_model, letters, family, packin
     ids = sample(model, letters, queries, uniforms(3, 7), [7, 7, 7], temperature=0.7)
     keep = [[1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0]]
     trained = [[flag == 1 for flag in row] for row in keep]
-    batch = ppo.Episodes.of(queries, Responses(ids, trained, [False] * 3, [{"prompt": ""}] * 3), "cpu")
-    lines = [batch.examples[:2], batch.examples[2:]] if packing else [[example] for example in batch.examples]
-    columns = torch.zeros(3, 5 + 3 + 3, dtype=torch.float64)  # trained tokens of the rows
-    for part in (lines[1:], lines[:1]):
-        columns[:, batch.places(part)] = torch.stack(policy(part, temperature=0.7, also=ppo.token_entropies))
+    fields = zip(queries, ids, trained, strict=True)
+    examples = [ppo.Episode({}, query, row, flags, False, 0.0).example for query, row, flags in fields]
+    lines = [examples[:2], examples[2:]] if packing else [[example] for example in examples]
+    parts = [torch.stack(policy(part, temperature=0.7, also=ppo.token_entropies)) for part in (lines[1:], lines[:1])]
+    columns = torch.cat(parts[::-1], 1).split([5, 3, 3], 1)  # trained tokens of the rows
     for row, (query, response) in enumerate(zip(queries, ids, strict=True)):
         output = model(torch.tensor([query + response]), output_hidden_states=True)
         before = slice(len(query) - 1, -1)  # the states before each response token
         logps = (output.logits[0, before] / 0.7).log_softmax(-1)
         values = policy.value_head(output.hidden_states[-1][0, before])[:, 0]
         entropies = -(logps.exp() * logps).sum(-1)
-        for found, expected in zip(columns, (logps[range(7), response], values, entropies), strict=True):
+        for found, expected in zip(columns[row], (logps[range(7), response], values, entropies), strict=True):
             expected = expected[torch.tensor(trained[row])]
-            torch.testing.assert_close(found[batch.row_of == row], expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import transformers as tf
-from helpers import BOS, EOS, PAD, add_specials, log, recorded, rolled
+from helpers import BOS, EOS, PAD, add_specials, encoded, lines_of, log, recorded, rolled
 from test_ilql import LOSSES, slow_action
 from test_models import more_vowels, reload
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,7 +24,6 @@ from benchmarks.tasks import randomwalks
 from common.errors import InputError
 from common.lm import evaluation, tokens
 from common.lm.structure import as_decoder, freeze
-from common.lm.tokens import first_label
 
 T5 = {"d_model": 12, "d_kv": 5, "d_ff": 20, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
 T5 |= {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 9, "dropout_rate": 0.3}
@@ -120,15 +119,6 @@ def rows_of(query, query_mask, response, mask):
     return [(number, x[seen].tolist(), y[kept].tolist()) for number, (x, seen, y, kept) in enumerate(parts)]
 
 
-def rows_of_rollout(batch):
-    """[(range of its places, query, response)] of the rows."""
-    found = []
-    for ids, labels, places in batch.examples:
-        begin = first_label(labels)
-        found.append((places, list(ids[:begin]), list(ids[begin:])))
-    return found
-
-
 def batch(random=0):
     """query, query_mask (4, 9), response, response_mask (4, 7); random: a seed for what lies under the masks, too."""
     ids = torch.randint(0, 21, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -189,28 +179,27 @@ def test_ppo_and_grpo(monkeypatch, run, folder, pairs, script):
     assert abs(metrics["objective/kl"]) > 1e-3
     (_, first), (_, second) = rollouts
     for found in (first, second):
-        for places, query, response in rows_of_rollout(found):
-            assert query in queries
-            expected = alone_logprobs(initial, query, response, 0.7)
-            assert_close(found.ref_logprobs[[*places]], expected, rtol=1e-9, atol=1e-9)
+        for episode in found:
+            assert episode.query in queries
+            expected = alone_logprobs(initial, episode.query, episode.response, 0.7)
+            assert_close(episode.ref_logprobs, expected, rtol=1e-9, atol=1e-9)
             if found is first:
-                assert_close(found.logprobs[[*places]], expected, rtol=1e-9, atol=1e-9)
+                assert_close(episode.logprobs, expected, rtol=1e-9, atol=1e-9)
     if script is grpo:
         return
     assert start["policy/ratio"] == pytest.approx(1, abs=1e-9)
-    starts = [places.start for _, _, places in first.examples]
-    assert first.values[starts].std() > 0.01  # before the first token: of the query alone
+    starts = torch.stack([episode.values[0] for episode in first])
+    assert starts.std() > 0.01  # before the first token: of the query alone
     head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
-    for places, query, response in rows_of_rollout(first):
-        values = head(alone(initial, query, response)[0])[:, 0].detach()
-        assert_close(first.values[[*places]], values, rtol=1e-9, atol=1e-9)
+    for episode in first:
+        values = head(alone(initial, episode.query, episode.response)[0])[:, 0].detach()
+        assert_close(episode.values, values, rtol=1e-9, atol=1e-9)
     flags = PPO | {"max_new_tokens": 1, "vf_coef": 0.0, "kl_coef": 0.0, "total_episodes": 12}
     assert run(ppo, **flags)[0]["optim/grad_norm"] > 1e-3
 
     back = ppo.PolicyWithValue.load(run_dir / "hf_model").eval()
-    lines = [[example] for example in second.examples]
     with torch.no_grad():
-        assert_close(back(lines)[:2], model(lines)[:2], rtol=1e-9, atol=1e-9)
+        assert_close(back(lines_of(second))[:2], model(lines_of(second))[:2], rtol=1e-9, atol=1e-9)
 
 
 def test_the_top_block_is_the_decoders():
@@ -222,10 +211,10 @@ def test_the_top_block_is_the_decoders():
         assert weight.requires_grad == name.startswith(tops), name
 
 
-def test_an_encoder_answers_once():
-    prompts = evaluation.Prompts([], {}, reward=None, metric=None, rollout=length)
+@pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
+def test_an_encoder_answers_once(script):
     with pytest.raises(InputError, match="--rollout does not work"):
-        prompts.encode(random_seq2seq("t5"), None, 5, None, 4)
+        encoded(script, [{"prompt": "b"}], random_seq2seq("t5"), None, rollout=length)
 
 
 def length(outputs, **columns):
@@ -341,6 +330,5 @@ def test_what_it_writes_is_a_text_of_its_own():
     for apart, text in ((True, "4 ?"), (False, " 4 ?")):
         tokenizer.answers_apart = apart
         assert tokens.decode(tokenizer, [[2, 1]], [[3, 4, 1]], ()) == [text]
-        responses = evaluation.Responses([[3, 4, 1]], [], [], [{"prompt": "what"}])
-        given = evaluation.text_arguments(tokenizer, responses, [text])
+        given = evaluation.text_arguments(tokenizer, [{"prompt": "what"}], [[3, 4, 1]], [text])
         assert given["samples"] == ["what 4 ?"]

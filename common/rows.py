@@ -170,6 +170,8 @@ def load_sets(spec):
     sets = {}
     for source in map(str.strip, sources):
         sets[source.split(":")[1] if ":" in source else Path(source).stem] = source
+    if len(sets) < len(sources):
+        raise InputError(f"--eval-dataset {spec}: two sets have the same name (file stem, split or function)")
     if len(sets) < 2:
         sets = build(spec, "--eval-dataset")
     if not isinstance(sets, dict):

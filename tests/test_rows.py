@@ -863,6 +863,8 @@ def test_evaluation_sets(tmp_path, monkeypatch):
     for spec, expected in SETS:
         found = load_sets(spec)
         assert found == expected and list(found) == list(expected), spec
+    with refused("--eval-dataset .*: two sets have the same name"):
+        load_sets("easy.jsonl,./easy.jsonl")
     with refused(r"--eval-dataset x row 2 and row 1 differ in their columns: text, x \(null: an empty cell\)$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]})
 

@@ -147,6 +147,8 @@ class Args(RunArgs, ModelArgs):
     --eval-dataset."""
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
+    lower_is_better: bool = False
+    """The first metric of --metric, which chooses the best model, is better when it is lower, as an error rate."""
     max_length: Count = 1024
     """Maximum tokens per text, prompt included. Longer texts are cut at the end and counted; a pair left without a
     response is dropped."""
@@ -156,6 +158,8 @@ class Args(RunArgs, ModelArgs):
     """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
     def problems(self):
+        if self.lower_is_better and self.metric is None:
+            yield "--lower-is-better is about --metric, which is not given"
         if self.num_layers_unfrozen == 0:
             yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.label_smoothing >= 0.5:

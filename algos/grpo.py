@@ -722,13 +722,14 @@ def main(args):
         in_status = IN_STATUS[2:]
         headline = "objective/kl"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
-    run.begin(model, optimizer, lm, args.num_iterations, [headline, *in_status], args.steps_per_iteration)
+    # state: the values that checkpoints keep; num_equal: iterations in a row in which all groups had equal scores
+    shown = [headline, *in_status]
+    state = run.begin(model, optimizer, lm, args.num_iterations, shown, args.steps_per_iteration, num_equal=0)
     run.tell(lm, summary(run, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)
 
-    num_equal = 0  # iterations in a row in which all groups had equal scores
     for iteration in run.iterations():
         # 1. y_1 .. y_G ~ pi(. | x) for each prompt x: responses with their log-probabilities and scores
         model.eval()
@@ -752,9 +753,9 @@ def main(args):
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(episodes, args) | update(run, model, optimizer, episodes, args)
         run.lap("update")
-        num_equal = num_equal + 1 if metrics["groups/equal"] == 1 else 0
-        if args.reward is not None and (num_equal == 5 or iteration == num_equal == 1):
-            run.say(ALL_EQUAL.format(iteration - num_equal + 1))
+        state.num_equal = state.num_equal + 1 if metrics["groups/equal"] == 1 else 0
+        if args.reward is not None and (state.num_equal == 5 or iteration == state.num_equal == 1):
+            run.say(ALL_EQUAL.format(iteration - state.num_equal + 1))
         # 4. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=sum(episode.length for episode in episodes), episodes=size)
         if run.evaluation_due(run.step):

@@ -165,8 +165,10 @@ class Args(RunArgs, ModelArgs):
     eval_prompts: str | None = None
     """Rows with a prompt, sampled for --metric; default: the first set of --eval-dataset."""
     metric: str | None = None
-    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}. The first metric, for which higher is
-    better, chooses the best beta and the best checkpoint."""
+    """file.py:function(samples, prompts, outputs, **columns) -> {name: list}. The first metric chooses the best beta
+    and the best checkpoint."""
+    lower_is_better: bool = False
+    """The first metric of --metric, which chooses the best model, is better when it is lower, as an error rate."""
     max_length: Count = 1024
     """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut before
     an action, where they bootstrap."""
@@ -174,6 +176,8 @@ class Args(RunArgs, ModelArgs):
     """Scale rewards so that the training rows' returns have standard deviation 1, and mean 0 if all rows end."""
 
     def problems(self):
+        if self.lower_is_better and self.metric is None:
+            yield "--lower-is-better is about --metric, which is not given"
         if self.tau in (0, 1):
             yield f"--tau {self.tau} must be above 0 and below 1, or V is unbounded"
         if not self.betas:
@@ -643,19 +647,20 @@ def evaluate(run, step, model, tokenizer, data, args):
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
     of_each_prompt = zip(*samples, strict=True)
     run.samples(step, [*itertools.chain(*of_each_prompt)])
-    run.headline = headline(metrics, data)
+    run.headline = headline(metrics, data, args.lower_is_better)
     return metrics
 
 
-def headline(metrics, data):
+def headline(metrics, data, lower_is_better):
     """The name of the metric that chooses the best model: the first one of --metric, with the beta for which it is
-    highest (the first if several are equal); without samples, a loss."""
+    best (the first if several are equal); without samples, a loss."""
     sampled = [name for name in metrics if "@beta=" in name]
     if sampled:
         first_metric = sampled[0].partition("@beta=")[0] + "@beta="
         names = [name for name in sampled if name.startswith(first_metric) and math.isfinite(metrics[name])]
         if names:
-            return max(names, key=metrics.get)
+            best = min if lower_is_better else max
+            return best(names, key=metrics.get)
     loss = f"{set_prefix(next(iter(data.eval_sets), ''))}loss"
     return loss if loss in metrics else "losses/loss"
 

@@ -827,7 +827,7 @@ def summary(run, data):
 
 # ---- Main ------------------------------------------------------------------------------------------------------------
 
-IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/value", "val/explained_variance"]
+IN_STATUS = ["objective/scores", "objective/kl", "loss/value", "val/explained_variance", "tokens/truncated_rate"]
 
 
 @closes_run

@@ -121,11 +121,15 @@ class Args(RunArgs, ModelArgs):
     otherwise none."""
     metric: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> {name: list of one number per sample}."""
+    lower_is_better: bool = False
+    """The first metric of --metric, which chooses the best model, is better when it is lower, as an error rate."""
     max_length: Count = 1024
     """Maximum tokens per row; in an encoder-decoder, per prompt and per output. Longer rows are counted and cut at the
     end."""
 
     def problems(self):
+        if self.lower_is_better and self.metric is None:
+            yield "--lower-is-better is about --metric, which is not given"
         if self.num_layers_unfrozen == 0:
             yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 

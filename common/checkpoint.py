@@ -175,6 +175,7 @@ def export_model(lm, weights, tokenizer, directory, heads):
 def write_text(path, text):
     """Writes a file completely or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
+    temporary.unlink(missing_ok=True)  # of a killed run, or a link to another file
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of a file name that is not UTF-8
     fsync(temporary)
     temporary.rename(path)

@@ -181,3 +181,8 @@ def environment(accelerator):
     launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"
     machine = {"commit": commit, "device": device, "processes": processes, "threads": torch.get_num_threads()}
     return {"command": f"{launcher} {shlex.join(sys.argv)}", **machine, "versions": versions}
+
+
+def total(model):
+    """The sum of all weights of a model, or of a classifier's."""
+    return sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters())

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import torch
 import yaml
+from accelerate.utils import gather_object
 
 from common import checkpoint, identity
 from common.errors import InputError, Stopped, flag_of
@@ -123,6 +124,8 @@ class Run:
             same = old.get("hash") == self.identity["hash"]
             if old and not (same or self._has(given)) and identity.has_results(self.dir):
                 hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
+                if old.get("finished"):
+                    hint = "it is finished: choose another --run-dir, or give more steps or episodes to go on"
                 lines = "\n  ".join(identity.differences(old, self.identity))
                 raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
             if same and old.get("finished") and (self.dir / "hf_model").exists():
@@ -176,7 +179,8 @@ class Run:
 
     def check_inputs(self, data, **models):
         """Notes the rows and tokens in the fields of data, and the hub's commits of models ({flag: model or None}).
-        InputError if the run in this directory began with others."""
+        InputError if the run in this directory began with others, or if the processes have read different ones: a
+        function may return rows in another order, or draw the weights of a model, in each."""
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
@@ -184,6 +188,12 @@ class Run:
         for name, model in models.items():
             if commit := identity.hub_commit(model, self.args.revision if name == "model" else None):
                 self.inputs[flag_of(name)] = commit
+        weights = {f"{flag_of(name)} (weights)": identity.total(model) for name, model in models.items() if model}
+        own = self.inputs | weights
+        for other in gather_object([own]):
+            differing = ", ".join(name for name in own if own[name] != other.get(name))
+            if differing:
+                raise InputError(f"the processes have read different inputs: {differing}")
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
@@ -328,7 +338,7 @@ class Run:
         kept = self.kept
         if self.evaluation_due(step):
             score = self.logged.get(self.headline, math.nan)
-            if self.headline.endswith("loss"):
+            if self._lower_is_better():
                 score = -score
             is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
             if is_best and self.headline.startswith("eval/"):
@@ -342,6 +352,9 @@ class Run:
             self._save()
         if stop:
             raise Stopped(128 + self.signal)
+
+    def _lower_is_better(self):
+        return self.headline.endswith("loss") or getattr(self.args, "lower_is_better", False)
 
     def _save(self):
         """Writes a checkpoint of the last complete iteration, if there is none. Collective."""
@@ -492,7 +505,8 @@ class Run:
     def _finish(self, prompt, usage):
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        self.say(f"\n{change_of(records, samples, self.headline)}")
+        way = "; lower is better" if self._lower_is_better() else ""
+        self.say(f"\n{change_of(records, samples, self.headline)}{way}")
         folder = f"{self.path}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)
         usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)

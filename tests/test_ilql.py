@@ -361,4 +361,9 @@ def test_a_logit_mask_becomes_a_tensor(build_model):
     ids=["first metric", "ties", "infinite", "loss", "train"],
 )
 def test_headline(metrics, expected):
-    assert ilql.headline(metrics, SimpleNamespace(eval_sets={"x": [], "y": []})) == expected
+    assert ilql.headline(metrics, SimpleNamespace(eval_sets={"x": [], "y": []}), False) == expected
+
+
+def test_headline_of_an_error_rate():
+    metrics = {"eval/wer@beta=0": 0.5, "eval/wer@beta=4": 0.2, "eval/wer@beta=8": 0.3}
+    assert ilql.headline(metrics, SimpleNamespace(eval_sets={}), True) == "eval/wer@beta=4"

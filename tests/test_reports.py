@@ -156,6 +156,26 @@ def means(algo, rows):
     return {name: fmean(row[name] for row in rows) for name in {"vowels", "reward", "red"} & rows[0].keys()}
 
 
+def test_the_lowest_error_rate_is_the_best(gpt2_dir, tmp_path, capsys):
+    rates = [0.5, 0.2, 0.4, 0.9]
+
+    def wer(outputs):
+        return {"wer": [rates.pop(0)] * len(outputs)}
+
+    settings = {
+        "model": gpt2_dir,
+        "dataset": [{"text": "ab"}] * 3,
+        "eval_prompts": [{"prompt": "a"}] * 2,
+        "metric": wer,
+    }
+    settings |= {"total_steps": 3, "batch_size": 1, "eval_every": 1, "threads": 1, "max_new_tokens": 4}
+    settings["lower_is_better"] = True
+    _, run_dir = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **settings))
+    state = json.loads((max((run_dir / "checkpoints").iterdir()) / "state.json").read_text())
+    assert (state["best_step"], state["best_score"]) == (1, -0.2)
+    assert "eval/wer 0.5 -> 0.9" in (said := capsys.readouterr().out) and "; lower is better\n" in said
+
+
 @each_script
 def test_names_of_metrics(algo, whole):
     iterations, stride, every = LENGTH.get(algo, (12, 1, 4))

@@ -128,6 +128,33 @@ def test_accelerate_launch(work, whole, tmp_path):
     same(tmp_path / "run", whole("sft")[0])
 
 
+BY_RANK = """import json, os
+from transformers import AutoModelForCausalLM
+RANK = int(os.environ["RANK"])
+def rows(file):
+    found = [json.loads(line) for line in open(file)]
+    return found[RANK:] + found[:RANK]
+def model():
+    lm = AutoModelForCausalLM.from_pretrained("model")
+    lm.get_input_embeddings().weight.data += RANK
+    return lm
+"""
+READ_BY_RANK = [  # a flag that gives each process something else, and what is said of it
+    (("--dataset", "by_rank.py:rows:file=rows.jsonl"), "--dataset (rows), --dataset (examples)"),
+    (("--eval-dataset", "by_rank.py:rows:file=rows.jsonl"), "--eval-dataset (eval_sets)"),
+    (("--model", "by_rank.py:model", "--tokenizer", "model"), "--model (weights)"),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), READ_BY_RANK)
+def test_processes_that_have_read_different_inputs_do_not_train(work, flags, said):
+    """As a function that lists a set, or that draws the weights of a model."""
+    (work / "by_rank.py").write_text(BY_RANK)
+    done = launch(torchrun(2), command(work, "sft", "by_rank", *flags), work, work)
+    assert done.returncode != 0 and f"the processes have read different inputs: {said}" in done.stderr
+    assert not (work / "by_rank").exists()
+
+
 @pytest.mark.case(29, "ppo")
 def test_a_failing_reward_ends_all_processes(work, tmp_path):
     """The last complete step is saved, which was neither due nor the best."""

@@ -75,6 +75,7 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
                 response = responses[row]
                 if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
                     ended.add(row)
+                    screen.advance(1)
                 if response[-1] == -1:
                     where = f"response token {len(response)} after the ids {contexts[row]!s:.60}"
                     raise NotFinite(f"logits are not finite at {where}")
@@ -83,14 +84,12 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
             if not going:
                 break
             if len(going) <= decoder.leaving * len(rows):
-                screen.advance(len(rows) - len(going))
                 rows = [rows[place] for place in going]
                 places = torch.tensor(going, device=device)
                 draws = draws[places]
                 newest = newest[places]
                 decoder.keep(places)
         logits = decoder.read(newest)
-    screen.advance(len(rows))
     return responses
 
 

@@ -12,6 +12,7 @@ first run begins with, where all have it. The best value of a loss or a perplexi
 import argparse
 import fcntl
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -22,6 +23,8 @@ from statistics import fmean, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.report import visible
+
+DEFAULT_NAME = r"\w+-[0-9a-f]{8}(-\d+)?"  # of the directory of a run without --run-dir
 
 
 @dataclass
@@ -173,9 +176,9 @@ def describe(runs):
     return texts
 
 
-def best_point(curve, metric):
+def best_point(curve, metric, lower_is_better):
     """(value, step) of the best value."""
-    lowest = "loss" in metric or "perplexity" in metric
+    lowest = "loss" in metric or "perplexity" in metric or lower_is_better
     points = [(value, step) for step, value in curve]
     return min(points) if lowest else max(points, key=lambda point: point[0])
 
@@ -190,7 +193,7 @@ def table_rows(groups, metric):
             row = {"group": number, "run": run.folder.name, "last": "", "best": ""}
             row |= {"state": run.state, "seed": run.flags.get("seed", "")}
             if curve := run.curve(metric):
-                value, step = best_point(curve, metric)
+                value, step = best_point(curve, metric, run.flags.get("lower_is_better"))
                 lasts.append(curve[-1][1])
                 bests.append(value)
                 row |= {"last": f"{lasts[-1]:.3g}", "best": f"{value:.3g} at {step}"}
@@ -222,7 +225,8 @@ def draw(groups, metric, texts, path):
             if not values:
                 continue
             steps = sorted(values)
-            label = f"{number}: {texts[group[0].folder] or group[0].folder.name}"
+            chosen = [run.folder.name for run in group if not re.fullmatch(DEFAULT_NAME, run.folder.name)]
+            label = f"{number}: {', '.join(chosen) or texts[group[0].folder] or group[0].folder.name}"
             if len(group) > 1:
                 label += f" ({len(group)} seeds)"
             label = textwrap.fill(visible(label), 60)
@@ -281,6 +285,9 @@ def main(paths, lists, metric, out):
         print(f"group {number}: {visible(texts[group[0].folder]) or 'as all others'}")
     if other_files := differing([run.files for run in runs]):
         print(f"files that differ: {', '.join(other_files)}")
+    other = {*differing([run.flags for run in runs]), *other_files}
+    if "reward" in other and re.search("reward|score", metric or ""):
+        print(f"the runs have different rewards, which {metric} does not compare")
     if metric and out:
         try:
             draw(groups, metric, texts, out)

@@ -68,6 +68,10 @@ def test_groups_over_seeds_flags_and_files_that_differ(make, shown, tmp_path):
         "group 3: --lr 0.1, --kl-coef 0.05",
         "picture all.png",
     ]
+    make("e-1", [1.0, 0.5], reward="other.py:score", lower_is_better=True)
+    lines = shown("a-1", "e-1")
+    assert lines[-1] == "the runs have different rewards, which eval/reward does not compare"
+    assert "2      e-1  0.5   0.5 at 10  finished  1" in lines
     make("d-1", [1.0], files={"script": "b"}, seed=2)
     assert shown("a-1", "d-1")[-3:] == ["group 1: as all others", "group 2: as all others", "files that differ: script"]
 

@@ -327,18 +327,13 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     model, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     ref, _ = load_model(args_of(dtype="float64"), tiny_dirs["llama"])
 
-    def logprobs_of(lm, row):
-        ids = torch.tensor([queries[row] + responses[row]])
-        logits = lm(ids).logits[0].double() / 0.7
-        found = []
-        for t, token in enumerate(responses[row]):
-            found.append(logits[len(queries[row]) - 1 + t].log_softmax(-1)[token])
-        return torch.stack(found)
-
-    @torch.no_grad()
-    def entropies_of(lm, row):
+    def tokens_of(lm, row):
+        """The distributions of the tokens of a response."""
         logits = lm(torch.tensor([queries[row] + responses[row]])).logits[0].double() / 0.7
-        return torch.distributions.Categorical(logits=logits[len(queries[row]) - 1 : -1]).entropy().tolist()
+        return torch.distributions.Categorical(logits=logits[len(queries[row]) - 1 : -1])
+
+    def logprobs_of(lm, row):
+        return tokens_of(lm, row).log_prob(torch.tensor(responses[row]))
 
     with torch.no_grad():
         old = [logprobs_of(model, row) for row in range(21)]
@@ -356,7 +351,7 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
         for row in rows:
             new = logprobs_of(model, row)
             if beta or advantages[row]:
-                entropies += entropies_of(model, row)
+                entropies += tokens_of(model, row).entropy().tolist()
                 nlls += (-old[row]).tolist()
             length = len(new)
             log_ratio = new - old[row]

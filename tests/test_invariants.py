@@ -178,11 +178,9 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
         losses = []
         for b in rows:
             episode = episodes[b]
-            query = episode.query
-            response = episode.response
-            output = model.lm(torch.tensor([query + response]), output_hidden_states=True)
-            for t, token in enumerate(response):
-                at = len(query) - 1 + t
+            output = model.lm(torch.tensor([episode.query + episode.response]), output_hidden_states=True)
+            for t, token in enumerate(episode.response):
+                at = len(episode.query) - 1 + t
                 advantage, target = targets[b, t]
                 a = (advantage - np.mean(advantages)) / (np.var(advantages) + 1e-8) ** 0.5
                 ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - episode.logprobs[t]).exp()

@@ -24,6 +24,7 @@ import torch
 import transformers
 from harness import launch, same, torchrun
 from helpers import log, pad_more, recorded, same_record, same_run, samples
+from test_rollouts import cut  # noqa: F401, named in CASES
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
@@ -109,10 +110,11 @@ CASES = {
     },
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
-        "num_layers_unfrozen": 1, "stop": ["ab", "ki"], "loss_mean": "token", "cliprange_high": 0.28,
+        "num_layers_unfrozen": 1, "rollout": "cut", "loss_mean": "token", "cliprange_high": 0.28,
     },
     "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
         "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean", "cliprange": 1e-2, "loss_mean": "constant",
+        "stop": ["ab", "ki"],
     },
     "sft": STEPS | SAMPLED | {"dataset": ROWS, "eval_dataset": TWO_SETS},
     "sft-packed": STEPS | SAMPLED | {
@@ -154,7 +156,7 @@ def play(job):
     """Runs the script of a job in this process: case, run_dir, flags, and patches, names of functions below."""
     script = SCRIPTS[algo_of(job["case"])]
     flags = dict(job["flags"])
-    for name in "reward", "metric":
+    for name in "reward", "metric", "rollout":
         if flags.get(name) in globals():
             flags[name] = globals()[flags[name]]
     with pytest.MonkeyPatch.context() as context, ExitStack() as stack:

@@ -81,10 +81,8 @@ def test_the_value_head_has_a_rate_of_its_own(scripts, work, tmp_path):
     path = tmp_path / "ppo.py"
     path.write_text(changed(VALUE_LR))
     argv = [path, *flags(work, "ppo"), "--value-lr", "1e-12", "--run-dir"]
-    find = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    scripts.run([*argv, tmp_path / "whole"], work, patch=find)
-    scripts.run([*argv, tmp_path / "run"], work, -9, at("common.run", "Run.stop_requested", 4))
-    scripts.run([*argv, tmp_path / "run"], work, patch=find)
+    for folder, killed, code in (("whole", 0, 0), ("run", 4, -9), ("run", 0, 0)):
+        scripts.run([*argv, tmp_path / folder], work, code, at("common.run", "Run.stop_requested", killed))
     records = [record for record in log(tmp_path / "whole") if "optim/lr" in record]
     assert len({record["optim/lr"] for record in records}) == 6
     for record in records:
@@ -194,10 +192,10 @@ def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
         pools = [episodes for _, episodes in rollouts[:count]]
         del rollouts[:count]
         assert len({str([episode.response for episode in episodes]) for episodes in pools}) == count
-        groups = [episodes[begin : begin + 2] for episodes in pools for begin in range(0, 32, 2)]
-        different = [(one, two) for one, two in groups if one.score != two.score]
-        equal = [(one, two) for one, two in groups if one.score == two.score]
-        assert [*map(id, trained)] == [id(episode) for group in (different + equal)[:16] for episode in group]
+        groups = [pool[begin : begin + 2] for pool in pools for begin in range(0, 32, 2)]
+        different = [group for group in groups if group[0].score != group[1].score]
+        chosen = different + [group for group in groups if group[0].score == group[1].score]
+        assert [*map(id, trained)] == [id(episode) for group in chosen[:16] for episode in group]
         assert all(bool(episode.advantage) for episode in trained) == (len(different) >= 16)
         assert count == 4 or len(different) - sum(one.score != two.score for one, two in groups[-16:]) < 16
     assert not rollouts and 4 in rounds and {2, 3} & {*rounds}

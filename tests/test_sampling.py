@@ -204,8 +204,8 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
     for size, look in (3, 1), (7, 1), (7, 4):
         monkeypatch.setattr(sampling, "LOOK", look)
         options["decode_batch_size"] = size
-        args = SimpleNamespace(**options)
-        assert ppo.generate(accelerator, lm, letters, queries, limits, 2, args) == expected, (size, look)
+        found = ppo.generate(accelerator, lm, letters, queries, limits, 2, SimpleNamespace(**options))
+        assert found == expected, (size, look)
         assert respond(accelerator, lm, letters, queries, **options) == evaluated, (size, look)
     ended = have_ended(lm, letters, queries, expected, stop)
     assert ended == list(map(is_done, expected)) and {*ended} == {True, False}

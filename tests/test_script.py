@@ -184,8 +184,7 @@ def test_what_stands_in_padding_changes_nothing(script, run, base, work, tmp_pat
         pytest.skip("not asked: captions are padded to one length")
     folder = shutil.copytree(work / "model", tmp_path / "model")
     pad_is_eos(AutoTokenizer.from_pretrained(folder)).save_pretrained(folder)
-    patch = PADDED + MASK if script.kind == "ppo" else PADDED
-    same_run(run(f"--model {folder}", patch=patch), base, 1e-8, "other padding")
+    same_run(run(f"--model {folder}", patch=PADDED + MASK * (script.kind == "ppo")), base, 1e-8, "other padding")
 
 
 def test_killed_and_continued_it_ends_with_the_same_bytes(script, run, base, tmp_path):

@@ -188,8 +188,7 @@ def test_ppo_and_grpo(monkeypatch, run, folder, pairs, script):
     if script is grpo:
         return
     assert start["policy/ratio"] == pytest.approx(1, abs=1e-9)
-    starts = torch.stack([episode.values[0] for episode in first])
-    assert starts.std() > 0.01  # before the first token: of the query alone
+    assert torch.stack([each.values[0] for each in first]).std() > 0.01  # before the first token: of the query alone
     head = ppo.PolicyWithValue(initial, "mlp", "normal", 1).value_head
     for episode in first:
         values = head(alone(initial, episode.query, episode.response)[0])[:, 0].detach()

@@ -44,12 +44,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 
 from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build
-from common.launch import accumulate, local_rows, on_each, on_main, prepare, reduce_sums, require_finite, unsharded
+from common.launch import (
+    accumulate,
+    gather_list,
+    local_rows,
+    on_each,
+    on_main,
+    prepare,
+    reduce_sums,
+    require_finite,
+    unsharded,
+)
 from common.lm.adapters import for_sampling
 from common.lm.chat import is_chat
 from common.lm.classifier import RewardModel
@@ -293,7 +302,7 @@ def no_reward(outputs, **columns):
     return [0.0] * len(outputs)
 
 
-@dataclass
+@dataclass(eq=False)  # compared by identity: tensors cannot be
 class Episode:
     """A query with a response, on every process. Tensors have a number for each trained token, (R,)."""
 
@@ -338,7 +347,7 @@ def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
             rooms = [limits[row] for row in rows]
             draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
             found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
-    return gather_object([found[row] for row in local])[: len(queries)]
+    return gather_list([found[row] for row in local])[: len(queries)]
 
 
 @torch.no_grad()
@@ -403,10 +412,10 @@ def store_columns(accelerator, episodes, args, columns_of):
     """Gives every episode, on every process, what columns_of(lines) computes of micro-batches: {field: (n,)}, with a
     number for each trained token. Each process computes a share."""
     lengths = [episode.length for episode in episodes]
-    begin_of = dict(zip(map(id, episodes), itertools.accumulate(lengths, initial=0), strict=False))
+    begin_of = dict(zip(episodes, itertools.accumulate(lengths, initial=0), strict=False))
     columns = {}
     for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
-        places = [range(begin_of[id(e)], begin_of[id(e)] + e.length) for e in episodes_of(lines)]
+        places = [range(begin_of[e], begin_of[e] + e.length) for e in episodes_of(lines)]
         places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
         for name, values in columns_of(lines).items():
             if name not in columns:
@@ -426,7 +435,7 @@ def episodes_of(lines):
 
 def of_all(episodes, name, like=None):
     """(n,): a field that has a number for each trained token, of all episodes. like: a tensor of the type of the
-    result, where there may be no episode."""
+    result, where there may be no episode, since a process may have lines that only fill its share."""
     parts = [getattr(episode, name) for episode in episodes]
     return torch.cat(parts) if parts else like.detach()[:0]
 
@@ -518,7 +527,7 @@ def losses(model, lines, counts, args):
     # log-probabilities of the policy that sampled. A single step trains this very policy: then they are those of this
     # forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
-    if args.steps_per_iteration > 1:
+    if episodes and episodes[0].logprobs is not None:
         logprobs = of_all(episodes, "logprobs", new_logprobs)
     log_ratio = new_logprobs - logprobs
     if args.ratio_level == "sequence":
@@ -723,8 +732,9 @@ def main(args):
         headline = "objective/kl"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     # state: the values that checkpoints keep; num_equal: iterations in a row in which all groups had equal scores
-    shown = [headline, *in_status]
-    state = run.begin(model, optimizer, lm, args.num_iterations, shown, args.steps_per_iteration, num_equal=0)
+    state = run.begin(
+        model, optimizer, lm, args.num_iterations, [headline, *in_status], args.steps_per_iteration, num_equal=0
+    )
     run.tell(lm, summary(run, data))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
@@ -748,7 +758,8 @@ def main(args):
         advantages = group_advantages(scores, args.group_size, args.advantage_kind).tolist()
         for episode, advantage in zip(episodes, advantages, strict=True):
             episode.advantage = advantage
-        log_episodes(run, tokenizer, episodes[: 2 * args.group_size], advantages)
+        shown = episodes[: 2 * args.group_size]
+        log_episodes(run, tokenizer, shown, [episode.advantage for episode in shown])
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
         metrics = parts | rollout_metrics(episodes, args) | update(run, model, optimizer, episodes, args)

@@ -45,14 +45,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.nn import functional as F
 
 from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build, loading
-from common.launch import accumulate, local_rows, on_main, prepare, reduce_sums, require_finite, unsharded
+from common.launch import accumulate, gather_list, local_rows, on_main, prepare, reduce_sums, require_finite, unsharded
 from common.lm.adapters import for_sampling
 from common.lm.chat import is_chat
 from common.lm.classifier import RewardModel
@@ -402,7 +401,7 @@ class PolicyWithValue(nn.Module):
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # compared by identity: tensors cannot be
 class Episode:
     """A query with a response, on every process. Tensors have a number for each trained token, (R,)."""
 
@@ -449,7 +448,7 @@ def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
             rooms = [limits[row] for row in rows]
             draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
             found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
-    return gather_object([found[row] for row in local])[: len(queries)]
+    return gather_list([found[row] for row in local])[: len(queries)]
 
 
 @torch.no_grad()
@@ -503,10 +502,10 @@ def store_columns(accelerator, episodes, args, columns_of):
     """Gives every episode, on every process, what columns_of(lines) computes of micro-batches: {field: (n,)}, with a
     number for each trained token. Each process computes a share."""
     lengths = [episode.length for episode in episodes]
-    begin_of = dict(zip(map(id, episodes), itertools.accumulate(lengths, initial=0), strict=False))
+    begin_of = dict(zip(episodes, itertools.accumulate(lengths, initial=0), strict=False))
     columns = {}
     for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
-        places = [range(begin_of[id(e)], begin_of[id(e)] + e.length) for e in episodes_of(lines)]
+        places = [range(begin_of[e], begin_of[e] + e.length) for e in episodes_of(lines)]
         places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
         for name, values in columns_of(lines).items():
             if name not in columns:
@@ -526,7 +525,7 @@ def episodes_of(lines):
 
 def of_all(episodes, name, like=None):
     """(n,): a field that has a number for each trained token, of all episodes. like: a tensor of the type of the
-    result, where there may be no episode."""
+    result, where there may be no episode, since a process may have lines that only fill its share."""
     parts = [getattr(episode, name) for episode in episodes]
     return torch.cat(parts) if parts else like.detach()[:0]
 

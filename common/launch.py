@@ -195,6 +195,13 @@ def local_rows(accelerator, num_rows):
     return [min(row, num_rows - 1) for row in range(begin, begin + share)]
 
 
+def gather_list(items):
+    """The items of all processes in one list, on every process."""
+    from accelerate.utils import gather_object
+
+    return gather_object(items)
+
+
 shared_errors = []  # the newest error that every process has got, if it is none of the model
 
 
@@ -210,8 +217,6 @@ def on_main(accelerator, function, *args):
 
 def on_each(accelerator, function, *args):
     """Runs function(*args) on every rank. The error of one is an error of all, so that none waits for it."""
-    from accelerate.utils import gather_object
-
     result = error = said = None
     try:
         result = function(*args)
@@ -219,7 +224,7 @@ def on_each(accelerator, function, *args):
         error = raised
         text = str(raised) if isinstance(raised, InputError) else "".join(traceback.format_exception_only(raised))
         said = text.strip(), isinstance(raised, NotFinite)
-    found = [each for each in gather_object([said]) if each]
+    found = [each for each in gather_list([said]) if each]
     if not found:
         return result
     error = error or InputError(found[0][0])

@@ -21,11 +21,10 @@ from types import SimpleNamespace
 
 import torch
 import yaml
-from accelerate.utils import gather_object
 
 from common import checkpoint, identity
 from common.errors import InputError, Stopped, flag_of
-from common.launch import launch, on_main, peak_memory_mb, set_threads, shared_errors
+from common.launch import gather_list, launch, on_main, peak_memory_mb, set_threads, shared_errors
 from common.report import change_of, draw_curves, facts_of, model_card, screen, table_of, visible
 from common.seeding import rng, seed_libraries
 
@@ -190,7 +189,7 @@ class Run:
                 self.inputs[flag_of(name)] = commit
         weights = {f"{flag_of(name)} (weights)": identity.total(model) for name, model in models.items() if model}
         own = self.inputs | weights
-        for other in gather_object([own]):
+        for other in gather_list([own]):
             differing = ", ".join(name for name in own if own[name] != other.get(name))
             if differing:
                 raise InputError(f"the processes have read different inputs: {differing}")

@@ -64,7 +64,7 @@ class RewardModel:
             # rounding, which depends on the neighbours, would give equal texts different scores
             scores[row] = score_of.setdefault(text, scores[row])
             if not math.isfinite(scores[row]):
-                raise NotFinite(f"{self.name}: {scores[row]} for {samples[row]!r:.120}")
+                raise NotFinite(f"{self.name}: {scores[row]} for a text that ends with {samples[row][-60:]!r}")
         return scores
 
 

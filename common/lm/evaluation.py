@@ -2,10 +2,8 @@
 
 from functools import partial
 
-from accelerate.utils import gather_object
-
 from common.errors import stop_if
-from common.launch import local_rows, on_main, unsharded
+from common.launch import gather_list, local_rows, on_main, unsharded
 from common.lm.adapters import for_sampling
 from common.lm.classifier import RewardModel
 from common.lm.own_rollouts import own_rollout
@@ -43,7 +41,7 @@ def respond(accelerator, lm, tokenizer, queries, *, seed, max_new_tokens, decode
             draws = uniforms(seed, "eval", 0, rows, max_new_tokens).to(accelerator.device)
             limits = [max_new_tokens] * len(rows)
             found |= zip(rows, sample(lm, tokenizer, contexts, draws, limits, stop, **options), strict=True)
-    return gather_object([found[row] for row in local])[: len(queries)]
+    return gather_list([found[row] for row in local])[: len(queries)]
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=None, rollout=None, **options):
@@ -98,7 +96,7 @@ def log_episodes(run, tokenizer, episodes, advantages):
     """Writes episodes to rollouts.jsonl: responses up to the last trained token, with what is not trained in brackets.
     advantages: a number for each. With --check two of them are printed."""
     records = []
-    for episode, advantage in zip(episodes, advantages, strict=False):
+    for episode, advantage in zip(episodes, advantages, strict=True):
         begin = len(episode.query)
         output = marked(tokenizer, episode.ids[begin:], [label != -100 for label in episode.labels[begin:]])
         record = {"step": run.step, "prompt": episode.row["prompt"], "output": output}

@@ -4,11 +4,10 @@ import operator
 import os
 
 import torch
-from accelerate.utils import gather_object
 
 from common.errors import InputError
 from common.functions import call_function
-from common.launch import local_rows, on_each
+from common.launch import gather_list, local_rows, on_each
 from common.lm.adapters import for_sampling
 from common.lm.sampling import sample, uniforms
 from common.lm.structure import end_tokens
@@ -66,10 +65,10 @@ def own_rollout(
     with accelerator.autocast(), for_sampling(lm):
         segments, columns = on_each(accelerator, function, own_rows, given, sampled)
     added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
-    rows = [row | new for row, new in zip(rows, gather_object(added), strict=False)]
+    rows = [row | new for row, new in zip(rows, gather_list(added), strict=False)]
     responses = []
     trained = []
-    for parts in gather_object(segments)[: len(queries)]:
+    for parts in gather_list(segments)[: len(queries)]:
         responses.append([])
         trained.append([])
         for ids, is_trained in parts:

@@ -916,7 +916,7 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
 
     data = encode()
     (found,) = getattr(data, READ[script])
-    ids = found.ids if script is ilql else found[0]
+    ids = found[0] if script is sft else getattr(found, {ilql: "ids", dpo: "chosen"}[script])
     assert list(ids) == [0, 1] + [2] * 30
     assert data.eval_sets == {"": [found], "x": [found, found]}
     report = data.eval_report if script is ilql else data.report

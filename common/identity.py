@@ -183,6 +183,6 @@ def environment(accelerator):
     return {"command": f"{launcher} {shlex.join(sys.argv)}", **machine, "versions": versions}
 
 
-def total(model):
+def weight_sum(model):
     """The sum of all weights of a model, or of a classifier's."""
     return sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters())

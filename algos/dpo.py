@@ -158,8 +158,6 @@ class Args(RunArgs, ModelArgs):
     """Which end of a prompt longer than --max-prompt-length is kept. A beginning token is always kept."""
 
     def problems(self):
-        if self.lower_is_better and self.metric is None:
-            yield "--lower-is-better is about --metric, which is not given"
         if self.num_layers_unfrozen == 0:
             yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
         if self.label_smoothing >= 0.5:

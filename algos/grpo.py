@@ -379,8 +379,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     scores = list(map(summed, scores))
     if args.advantage_kind == "maxrl":
         on_each(accelerator, refuse_negative, scores)
-    fields = zip(rows, queries, responses, trained, ended, scores, strict=True)
-    episodes = [Episode(*values) for values in fields]
+    episodes = [*map(Episode, rows, queries, responses, trained, ended, scores)]
     # 3. log-probabilities of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently; a single optimizer step computes the policy's itself
     if args.steps_per_iteration > 1:

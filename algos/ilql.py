@@ -176,8 +176,6 @@ class Args(RunArgs, ModelArgs):
     """Scale rewards so that the training rows' returns have standard deviation 1, and mean 0 if all rows end."""
 
     def problems(self):
-        if self.lower_is_better and self.metric is None:
-            yield "--lower-is-better is about --metric, which is not given"
         if self.tau in (0, 1):
             yield f"--tau {self.tau} must be above 0 and below 1, or V is unbounded"
         if not self.betas:

@@ -481,8 +481,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     else:
         scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
     parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
-    fields = zip(rows, queries, responses, trained, ended, scores, strict=True)
-    episodes = [Episode(*values) for values in fields]
+    episodes = [*map(Episode, rows, queries, responses, trained, ended, scores)]
     # 3. log-probabilities and values of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently
     store_columns(accelerator, episodes, args, partial(read_lines, accelerator, model, ref, args.temperature))

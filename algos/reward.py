@@ -208,12 +208,6 @@ def encode_texts(rows, tokenizer, max_length, flag):
 # ---- Forward pass ----------------------------------------------------------------------------------------------------
 
 
-def pair_length(pair):
-    """Tokens of both texts of a pair."""
-    chosen, rejected, _ = pair
-    return len(chosen) + len(rejected)
-
-
 def pair_scores(model, packing, pairs):
     """Scores (2, B) of chosen and rejected. packing: a line may hold several texts."""
     texts = [chosen for chosen, _, _ in pairs] + [rejected for _, rejected, _ in pairs]
@@ -286,7 +280,7 @@ def evaluate(run, step, model, score, data, args):
     samples = []
     with unsharded(model):
         for name, pairs in data.eval_sets.items():
-            lengths = [pair_length(pair) for pair in pairs]
+            lengths = [len(chosen) + len(rejected) for chosen, rejected, _ in pairs]
             scores = score_pairs(run.accelerator, score, pairs, lengths, args.micro_batch_size)
             means = evaluate_scores(scores, pairs)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
@@ -392,7 +386,7 @@ def main(args):
     model = prepare(accelerator, lm, optimizer)
     score = functools.partial(pair_scores, model, packing)
     export = functools.partial(export_classifier, run, lm, tokenizer)
-    lengths = [pair_length(pair) for pair in data.pairs]
+    lengths = [len(chosen) + len(rejected) for chosen, rejected, _ in data.pairs]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
     headline = "rewards/accuracies"
     if data.eval_sets and args.eval_every:

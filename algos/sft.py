@@ -128,8 +128,6 @@ class Args(RunArgs, ModelArgs):
     end."""
 
     def problems(self):
-        if self.lower_is_better and self.metric is None:
-            yield "--lower-is-better is about --metric, which is not given"
         if self.num_layers_unfrozen == 0:
             yield "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 

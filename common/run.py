@@ -353,7 +353,8 @@ class Run:
             raise Stopped(128 + self.signal)
 
     def _lower_is_better(self):
-        return self.headline.endswith("loss") or getattr(self.args, "lower_is_better", False)
+        of_metric = getattr(self.args, "lower_is_better", False) and self.args.metric is not None
+        return of_metric or self.headline.endswith("loss")
 
     def _save(self):
         """Writes a checkpoint of the last complete iteration, if there is none. Collective."""

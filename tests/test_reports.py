@@ -65,7 +65,7 @@ COLUMNS = {  # of samples.jsonl, behind the step
     "ddpo": "prompt reward red",
 }
 SHOWN = {  # on the card and in the status line, the headline first
-    "ppo": "eval/reward objective/scores objective/kl loss/policy loss/value val/explained_variance",
+    "ppo": "eval/reward objective/scores objective/kl loss/value val/explained_variance tokens/truncated_rate",
     "grpo": """eval/reward objective/scores groups/equal tokens/responses_len tokens/truncated_rate
         optim/grad_norm""",
     "ilql": "eval/vowels@beta=0 losses/loss losses/loss_q losses/loss_v",

@@ -405,8 +405,8 @@ def pair_minibatches(args, epoch, trained, process, world):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()

@@ -20,7 +20,7 @@ Rows: {"prompt", "chosen", "rejected"} as texts or chats; "prompt" may be missin
         --dataset HuggingFaceH4/ultrafeedback_binarized:train_prefs \
         --eval-dataset HuggingFaceH4/ultrafeedback_binarized:test_prefs
 
-Dimension key: B pairs, N all pairs of a set or all scored tokens.
+Dimension key: B pairs, N all pairs of a set, T all response tokens of a batch.
 """
 
 import functools
@@ -47,7 +47,7 @@ from common.launch import accumulate, prepare, reduce_sums, require_finite, unsh
 from common.lm.chat import is_chat, pair_texts, prompt_messages
 from common.lm.evaluation import evaluate_samples
 from common.lm.load import lines_of_use, load_lm, make_reference
-from common.lm.logprobs import line_logprobs, score_pairs
+from common.lm.logprobs import compute_pairs, line_logprobs
 from common.lm.structure import can_pack, max_positions
 from common.lm.tokens import (
     beginning,
@@ -234,7 +234,8 @@ def dpo_loss(
 def pair_losses(logprobs, pairs, reference, args):
     """Losses (B,) of pairs and rewards (2, B) of their responses, from the policy's log-probabilities (2, B).
 
-    The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant); it has no gradient.
+    The implicit reward of a response is beta log(pi / pi_ref) (Eq. 5, less a constant), without gradient,
+    of sums over its tokens, also for losses of means.
     """
     ref_logprobs = reference(pairs)
     lengths = response_lengths(pairs).to(logprobs.device)
@@ -347,9 +348,9 @@ def pair_logprobs(model, packing, pairs):
             ids = getattr(pair, side)
             examples.append((ids, [-100] * pair.prompt_length + list(ids[pair.prompt_length :])))
     lines, places = in_lines(packing, examples, [len(ids) for ids, _ in examples])
-    logprobs, _, _ = line_logprobs(model, lines)  # (N,)
-    responses = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
-    sums = torch.stack([tokens.sum() for tokens in responses])  # index_add would not be deterministic
+    logprobs, _, _ = line_logprobs(model, lines)  # (T,)
+    parts = logprobs.split([num_labels(labels) for _, labels in itertools.chain(*lines)])
+    sums = torch.stack([part.sum() for part in parts])  # index_add would not be deterministic
     return sums[places.to(sums.device)].view(2, -1)
 
 
@@ -372,7 +373,7 @@ class Reference:
         self.packing = packing
         with unsharded(model):
             if not args.reference_free:
-                self.score_all(data)
+                self.store_all(data)
             if data.prompts:
                 _, samples = evaluate_samples(
                     accelerator, model, tokenizer, data.prompts, data.queries, None, **evaluation_options(args)
@@ -382,22 +383,22 @@ class Reference:
         if args.precompute_ref:
             self.model = None
 
-    def score_all(self, data):
-        """Scores the evaluation pairs, and the training pairs with --precompute-ref."""
+    def store_all(self, data):
+        """Stores those of the evaluation pairs, and of the training pairs with --precompute-ref."""
         for pairs in data.eval_sets.values():
-            self.score(pairs)
+            self.store(pairs)
         count = len(data.pairs)
         if self.args.check:  # --check trains only on the longest pairs
             data.pairs.sort(key=lambda pair: pair.length, reverse=True)
             count = self.args.batch_size
         if self.args.precompute_ref:
-            self.score(data.pairs[:count])
+            self.store(data.pairs[:count])
 
-    def score(self, pairs):
+    def store(self, pairs):
         """Gives the pairs the log-probabilities of their responses."""
         lengths = [pair.length for pair in pairs]
-        score = functools.partial(pair_logprobs, self.model, self.packing)
-        logprobs = score_pairs(self.accelerator, score, pairs, lengths, self.args.micro_batch_size)
+        logprobs_of = functools.partial(pair_logprobs, self.model, self.packing)
+        logprobs = compute_pairs(self.accelerator, logprobs_of, pairs, lengths, self.args.micro_batch_size)
         finite = logprobs.isfinite().all(0)
         if not finite.all():
             number = int((~finite).nonzero()[0]) + 1
@@ -407,6 +408,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, pairs):
+        """Log-probabilities (2, B): those that are stored, or by a forward pass."""
         device = self.accelerator.device
         if self.args.reference_free:
             return torch.zeros(2, len(pairs), device=device)
@@ -421,8 +423,8 @@ class Reference:
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -459,7 +461,7 @@ def learning_rate(peak, step, total_steps, args):
 
 
 def evaluation_options(args):
-    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
     names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
     return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
@@ -479,7 +481,7 @@ def pair_terms(logprobs, losses, rewards):
     }
 
 
-def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
+def evaluate(run, step, model, logprobs_of, losses_of, tokenizer, data, args):
     """Metrics: --metric on sampled responses, and means over the pairs of the evaluation sets. Logs the samples. The
     evaluation loss is the pair loss, without --sft-coef."""
     accelerator = run.accelerator
@@ -498,9 +500,10 @@ def evaluate(run, step, model, score, losses_of, tokenizer, data, args):
             run.samples(step, samples)
         if metrics:  # the first column of --metric, which chooses the best model
             run.headline = next(iter(metrics))
+            run.lower_is_better = args.lower_is_better
         for name, pairs in data.eval_sets.items():
             lengths = [pair.length for pair in pairs]
-            logprobs = score_pairs(accelerator, score, pairs, lengths, args.micro_batch_size)
+            logprobs = compute_pairs(accelerator, logprobs_of, pairs, lengths, args.micro_batch_size)
             terms = pair_terms(logprobs, *losses_of(logprobs, pairs))
             if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
                 terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
@@ -596,7 +599,7 @@ def main(args):
     reference = Reference(accelerator, ref or lm, tokenizer, data, ref_packing, args)
     del ref  # which --precompute-ref needs no more
     losses_of = functools.partial(pair_losses, reference=reference, args=args)
-    score = functools.partial(pair_logprobs, model, packing)
+    logprobs_of = functools.partial(pair_logprobs, model, packing)
     export = functools.partial(run.export, lm, tokenizer)
     lengths = [pair.length for pair in data.pairs]
     total_steps = args.total_steps or math.ceil(args.epochs * len(lengths) / args.batch_size)
@@ -607,7 +610,7 @@ def main(args):
     run.begin(model, optimizer, lm, total_steps, [headline, *IN_STATUS], evaluates=evaluates)
     run.tell(lm, summary(run, tokenizer, data, max_length))
     if run.evaluation_due(run.first_step):
-        metrics = evaluate(run, run.first_step, model, score, losses_of, tokenizer, data, args)
+        metrics = evaluate(run, run.first_step, model, logprobs_of, losses_of, tokenizer, data, args)
         run.log_evaluation(run.first_step, metrics)
         run.save(run.first_step, export)
 
@@ -623,7 +626,7 @@ def main(args):
         micro_batches = split_rows(accelerator, rows, lengths, packing, args.micro_batch_size)
         for own_rows in accumulate(accelerator, model, micro_batches):
             pairs = [data.pairs[row] for row in own_rows]
-            logprobs = score(pairs)  # (2, b)
+            logprobs = logprobs_of(pairs)  # (2, b)
             losses, rewards = losses_of(logprobs, pairs)
             loss = losses.sum() / args.batch_size - args.sft_coef * logprobs[0].sum() / count
             # data-parallel training averages gradients over the processes: multiply by their number
@@ -633,22 +636,22 @@ def main(args):
         sums = reduce_sums(accelerator, sums)
         metrics = {name: value / args.batch_size for name, value in sums.items()}
         nll = -sums["logps/chosen"] / count  # mean over the tokens
-        loss = metrics.pop("loss") + args.sft_coef * nll
+        total = metrics.pop("loss") + args.sft_coef * nll
         # 3. a step of AdamW
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
-        require_finite(step, f"rows {rows}", loss=loss, gradient_norm=grad_norm)
+        require_finite(step, f"rows {rows}", loss=total, gradient_norm=grad_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(group["peak_lr"], step - 1, total_steps, args)
         optimizer.step()
         optimizer.zero_grad()
         run.lap("update")
         # 4. log, evaluate, save
-        metrics = {"train/loss": loss, "train/nll": nll, **metrics}
+        metrics = {"train/loss": total, "train/nll": nll, **metrics}
         metrics["train/epoch"] = step * args.batch_size / len(lengths)
         metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
         run.log(step, metrics, tokens=sum(lengths[row] for row in rows), pairs=args.batch_size)
         if run.evaluation_due(step):
-            run.log_evaluation(step, evaluate(run, step, model, score, losses_of, tokenizer, data, args))
+            run.log_evaluation(step, evaluate(run, step, model, logprobs_of, losses_of, tokenizer, data, args))
         run.save(step, export)
 
     first = data.pairs[0]

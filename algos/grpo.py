@@ -3,7 +3,7 @@
 Paper: Shao et al. 2024 (arXiv 2402.03300), Algorithm 1. Each prompt gets a group of responses, and the mean score of
 the group takes the place of a value function.
 
-    A_i = (r_i - mean(r)) / (std(r) + 1e-4)                GRPO Sec. 4.1.2    group_advantages
+    A_i = (r_i - mean(r)) / (std(r) + 1e-4)                GRPO Sec. 4.1.2, 1e-4 of TRL    group_advantages
     max(-A ratio, -A clip(ratio, 1 - low, 1 + high))       GRPO Eq. 3         clip_loss
     exp(-x) - 1 + x, x = log pi - log pi_ref               GRPO Eq. 4         kl_k3
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
@@ -17,9 +17,9 @@ neither prompts nor what a tool wrote. Tokens are drawn from softmax(logits / --
 and the loss takes their probabilities in this distribution.
 
 How this differs from the paper: the reference and the reward model never change, and each response has one score
-(outcome supervision, Sec. 4.1.2). From GRPO in TRL 1.16: the defaults are the paper's (TRL: the mean over tokens,
-without a KL). Every draw is keyed, and a loss is the mean over its optimizer step in all processes: up to rounding,
-neither processes nor micro-batches nor padding change a result.
+(outcome supervision, Sec. 4.1.2). From GRPO in TRL 1.16: the loss has the paper's defaults (TRL: the mean over tokens,
+without a KL). Every draw is a function of seed, iteration and number, and a loss is the mean over its optimizer step in
+all processes: up to rounding, neither processes nor micro-batches nor padding change a result.
 
     accelerate launch algos/grpo.py                                # sums with written steps, on one CPU
     accelerate launch algos/grpo.py --model my_model/ --dataset problems.jsonl --reward my_reward.py:score \
@@ -66,8 +66,7 @@ from common.lm.evaluation import evaluate_sets, log_episodes, summed, text_argum
 from common.lm.load import lines_of_use, load_lm, make_reference
 from common.lm.logprobs import line_logprobs, token_entropies
 from common.lm.own_rollouts import call_rollout, own_rollout
-from common.lm.sampling import have_ended, uniforms
-from common.lm.sampling import sample as sample  # for those who import it from here
+from common.lm.sampling import have_ended, sample, uniforms
 from common.lm.structure import max_positions
 from common.lm.tokens import decode, encode_prompts, int32, longest_first, split_lines, tell_unended_turns
 from common.report import screen
@@ -167,8 +166,8 @@ class Args(RunArgs, ModelArgs):
     max_grad_norm: NonNegative = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count | None = None
-    """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (Shao et al.
-    2024: 1024, all episodes of an iteration)."""
+    """Episodes per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (Shao et
+    al. 2024: 1024, all episodes of an iteration)."""
     micro_batch_size: Count = 8
     """Episodes per process and forward pass; of shorter ones more, up to the tokens of so many of the longest. Changes
     memory and speed; the result only by rounding."""
@@ -228,7 +227,7 @@ class Args(RunArgs, ModelArgs):
 
 
 def group_advantages(scores, group_size, kind):
-    """(B,) advantage of each score (B,) over its group; the rows of a group are next to each other.
+    """(B,) advantage of each score (B,) over its group; those of a group are next to each other.
 
     std: (r - mean) / (std + 1e-4) (GRPO, Shao et al. 2024, Sec. 4.1.2; the constant and the unbiased deviation are
     TRL's); batch: with the deviation of all scores (Liu et al. 2025b, arXiv 2508.08221); mean: r - mean (Dr. GRPO, Liu
@@ -272,14 +271,14 @@ def sequence_means(log_ratio, lengths):
 
 
 def kl_k3(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy || reference), never negative; any shape. Its value is unbiased; its gradient, at
-    ratio 1, is that of KL(reference || policy). Source: Shao et al. 2024, Eq. 4."""
-    log_ratio = logprobs - ref_logprobs
-    return (-log_ratio).expm1() + log_ratio
+    """Per-token estimate of KL(policy || reference), never negative; any shape. Its value is unbiased; its gradient,
+    where the policy has drawn the tokens, is that of KL(reference || policy). Source: Shao et al. 2024, Eq. 4."""
+    x = logprobs - ref_logprobs
+    return (-x).expm1() + x
 
 
 def token_weights(lengths, loss_mean, max_new_tokens):
-    """(B,) what a token of each row weighs in the loss of an optimizer step. lengths (B,): trained tokens of a row.
+    """(B,) what a token of each response weighs in the loss of an optimizer step. lengths (B,): its trained tokens.
 
     sequence: 1 / (B length), GRPO Eq. 3; token: 1 / all tokens of the step, DAPO Sec. 3.3 (there of a group); constant:
     1 / (B max_new_tokens), Dr. GRPO, Liu et al. 2025, Sec. 3.2.
@@ -309,7 +308,7 @@ class Episode:
     row: dict  # of the data set, with what a --rollout function has added
     query: list  # ids of the prompt
     response: list  # ids, with the end token
-    trained: list  # for each id of the response, whether it is trained: all are, but with a --rollout function
+    trained: list  # for each id of the response, whether it is trained: all are, except with --rollout
     ended: bool  # by itself: by an end token or a stop string
     score: float
     advantage: float = 0.0
@@ -329,7 +328,7 @@ class Episode:
 
     @property
     def example(self):
-        """As a line of `line_logprobs` has it."""
+        """(ids, labels, episode), as `line_logprobs` reads it."""
         return self.ids, self.labels, self
 
 
@@ -342,12 +341,13 @@ def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
     screen.show("sampling", len(local))
     with accelerator.autocast(), for_sampling(lm):
         for places in longest_first([len(queries[row]) for row in local], args.decode_batch_size):
-            rows = [local[place] for place in places]
-            contexts = [queries[row] for row in rows]
-            rooms = [limits[row] for row in rows]
-            draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
-            found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
-    return gather_list([found[row] for row in local])[: len(queries)]
+            numbers = [local[place] for place in places]
+            contexts = [queries[number] for number in numbers]
+            own_limits = [limits[number] for number in numbers]
+            draws = uniforms(args.seed, "rollout", iteration, numbers, args.max_new_tokens).to(accelerator.device)
+            responses = sample(lm, tokenizer, contexts, draws, own_limits, args.stop, args.temperature)
+            found |= zip(numbers, responses, strict=True)
+    return gather_list([found[number] for number in local])[: len(queries)]
 
 
 @torch.no_grad()
@@ -357,7 +357,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
     if data.rollout is None:
-        limits = [args.max_new_tokens] * len(queries)
+        limits = [args.max_new_tokens] * len(queries)  # ppo.py draws some
         responses = generate(accelerator, lm, tokenizer, queries, limits, iteration, args)
         trained = [[True] * len(response) for response in responses]
         ended = have_ended(lm, tokenizer, queries, responses, args.stop)
@@ -374,8 +374,9 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     if isinstance(data.reward, RewardModel):
         scores = data.reward.score_all(accelerator, given["samples"], ended)
     else:
+        # by `call_reward`: a number for each response, or a list with one for each token; and its other columns
         scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
-    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
+    reward_means = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     scores = list(map(summed, scores))
     if args.advantage_kind == "maxrl":
         on_each(accelerator, refuse_negative, scores)
@@ -386,7 +387,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
         store_logprobs(accelerator, model, episodes, "logprobs", args)
     if ref is not None:
         store_logprobs(accelerator, ref, episodes, "ref_logprobs", args)
-    return episodes, parts
+    return episodes, reward_means
 
 
 def refuse_negative(scores):
@@ -416,13 +417,13 @@ def store_columns(accelerator, episodes, args, columns_of):
     for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
         places = [range(begin_of[e], begin_of[e] + e.length) for e in episodes_of(lines)]
         places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
-        for name, values in columns_of(lines).items():
+        for name, numbers in columns_of(lines).items():
             if name not in columns:
-                columns[name] = values.new_zeros(sum(lengths))
-            columns[name][places] = values
-    for name, values in columns.items():
-        # every token is scored by one process and zero in the others: the sum is exact
-        parts = accelerator.reduce(values).split(lengths)
+                columns[name] = numbers.new_zeros(sum(lengths))
+            columns[name][places] = numbers
+    for name, numbers in columns.items():
+        # one process has computed the number of a token, the others have zero: the sum is exact
+        parts = accelerator.reduce(numbers).split(lengths)
         for episode, part in zip(episodes, parts, strict=True):
             setattr(episode, name, part)
 
@@ -439,9 +440,8 @@ def of_all(episodes, name, like=None):
     return torch.cat(parts) if parts else like.detach()[:0]
 
 
-def rollout_metrics(episodes, args):
-    """Statistics of the global batch."""
-    scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64)
+def rollout_metrics(episodes, scores, args):
+    """Means over the episodes of the iteration, whose scores are (B,)."""
     groups = scores.view(-1, args.group_size)
     size = len(episodes)
     ended = sum(episode.ended for episode in episodes)
@@ -460,8 +460,8 @@ def rollout_metrics(episodes, args):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -514,12 +514,14 @@ def minibatches(accelerator, episodes, args, iteration, epoch):
 def losses(model, lines, counts, args):
     """(loss, metrics): this micro-batch's shares of the step's loss (float64) and of the iteration's means.
 
-    counts: how many "steps", "sequences", "tokens" and tokens "with an advantage" the means of the iteration are over.
+    counts: how many "steps", "sequences", "tokens" and tokens "with an advantage" that is not 0 the means of the
+    iteration are over.
     """
     episodes = episodes_of(lines)
     entropies_of = torch.no_grad()(token_entropies)
     new_logprobs, _, entropies = line_logprobs(model, lines, args.temperature, entropies_of)  # (n,), as all that follow
     lengths = [episode.length for episode in episodes]
+    # (n,) each: advantage and weight of an episode at each of its tokens; view: there may be no episode
     numbers = torch.tensor([[episode.advantage, episode.weight] for episode in episodes], dtype=torch.float64)
     numbers = numbers.view(-1, 2).repeat_interleave(torch.tensor(lengths, dtype=torch.long), 0)
     advantages, weights = numbers.to(new_logprobs.device).unbind(1)
@@ -533,11 +535,12 @@ def losses(model, lines, counts, args):
         log_ratio = sequence_means(log_ratio, lengths)
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.policy_loss == "clip":
-        pg = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
+        policy_terms = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
     else:
-        pg = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
-    # a new term needs all episodes: without a KL, `minibatches` leaves out those without an advantage
-    loss = (weights * pg).sum()
+        policy_terms = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
+    # if you add a term: without a KL, `minibatches` leaves out episodes without an advantage
+    # with ratio 1 and an equal weight of each response this is minus the mean advantage, 0: its gradient is what trains
+    loss = (weights * policy_terms).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
     metrics |= token_metrics(log_ratio, logprobs, entropies, advantages, counts, args)
     if args.kl_coef:
@@ -548,6 +551,7 @@ def losses(model, lines, counts, args):
         kl_loss = (weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
+        # sums over a response, by the policy that sampled; loss/kl is a mean over its tokens, by the policy in training
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
     return loss, metrics
@@ -555,9 +559,9 @@ def losses(model, lines, counts, args):
 
 @torch.no_grad()
 def token_metrics(log_ratio, logprobs, entropies, advantages, counts, args):
-    """Shares of the iteration's means over tokens with an advantage; policy/entropy and policy/nll with a KL over all
-    tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped. policy/nll is of the
-    policy that sampled, the others of the one that is trained. All tensors (n,)."""
+    """Shares of the iteration's means. They are over the tokens whose advantage is not 0; with a KL, policy/entropy and
+    policy/nll are over all tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped.
+    policy/nll is of the policy that sampled, the others of the one that is trained. All tensors (n,)."""
     terms = {"policy/entropy": entropies, "policy/nll": -logprobs}
     metrics = {}
     if args.kl_coef:
@@ -598,7 +602,7 @@ def update(run, model, optimizer, episodes, args):
             weights = token_weights(lengths, args.loss_mean, args.max_new_tokens)
             for episode, weight in zip(minibatch, weights.tolist(), strict=True):
                 episode.weight = weight
-            # yields them one by one; processes exchange gradients only in the last one
+            # yields them one by one; processes exchange gradients in the last one (with FSDP2 in each)
             for lines in accumulate(accelerator, model, micro_batches):
                 loss, shares = losses(model, lines, counts, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
@@ -615,7 +619,7 @@ def update(run, model, optimizer, episodes, args):
             optimizer.zero_grad()
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
-    # of the last step
+    # of the last step; the norm is the one before clipping
     return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
 
 
@@ -623,7 +627,7 @@ def update(run, model, optimizer, episodes, args):
 
 
 def evaluation_options(args):
-    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
     names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
     return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
@@ -640,8 +644,8 @@ def evaluate(run, step, model, tokenizer, data, args):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}, without
-    --eval-dataset of the first training rows."""
+    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}; without
+    --eval-dataset, one set: the first --rollout-batch-size rows."""
     encoder = lm.config.is_encoder_decoder
     if encoder and data.rollout:
         raise InputError("--rollout does not work with an encoder-decoder, which answers once")
@@ -727,7 +731,7 @@ def main(args):
     in_status = IN_STATUS
     headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
     if args.reward is None:
-        in_status = IN_STATUS[2:]
+        in_status = IN_STATUS[2:]  # without those of scores
         headline = "objective/kl"
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     # state: the values that checkpoints keep; num_equal: iterations in a row in which all groups had equal scores
@@ -744,15 +748,15 @@ def main(args):
         model.eval()
         size = args.rollout_batch_size
         num_groups = size // args.group_size
-        drawn = draw_rows(args.seed, len(data.rows), (iteration - 1) * num_groups, num_groups)
+        numbers = draw_rows(args.seed, len(data.rows), (iteration - 1) * num_groups, num_groups)
         if args.check:
-            drawn = longest_rows(lengths, num_groups)
-        drawn = np.repeat(drawn, args.group_size)
-        rows = [data.rows[i] for i in drawn]
-        queries = [data.queries[i] for i in drawn]
+            numbers = longest_rows(lengths, num_groups)
+        numbers = np.repeat(numbers, args.group_size)
+        rows = [data.rows[number] for number in numbers]
+        queries = [data.queries[number] for number in numbers]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
-            episodes, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
-        # 2. A_i: what a score has over those of its group
+            episodes, reward_means = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+        # 2. A_i: how far a score is above the mean of its group
         scores = torch.tensor([episode.score for episode in episodes], dtype=torch.float64)
         advantages = group_advantages(scores, args.group_size, args.advantage_kind).tolist()
         for episode, advantage in zip(episodes, advantages, strict=True):
@@ -761,7 +765,7 @@ def main(args):
         log_episodes(run, tokenizer, shown, [episode.advantage for episode in shown])
         run.lap("rollout")
         # 3. mu epochs of minibatches: clipped policy loss and KL (Eq. 3)
-        metrics = parts | rollout_metrics(episodes, args) | update(run, model, optimizer, episodes, args)
+        metrics = reward_means | rollout_metrics(episodes, scores, args) | update(run, model, optimizer, episodes, args)
         run.lap("update")
         state.num_equal = state.num_equal + 1 if metrics["groups/equal"] == 1 else 0
         if args.reward is not None and (state.num_equal == 5 or iteration == state.num_equal == 1):

@@ -12,7 +12,7 @@ Eq. 9).
     A_t = sum_l (gamma lam)^l delta_{t+l}                  GAE Eq. 16               gae, masked_whiten
     max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))        PPO Eq. 7                policy_loss
     squared error of the clipped value                     code of Ziegler et al.   value_loss
-    beta <- beta (1 + clip(KL / target - 1) n / horizon)   Ziegler Sec. 2.2         next_kl_coef
+    beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)   Ziegler Sec. 2.2   next_kl_coef
 
 How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
 - One function, `line_logprobs`, gives the log-probabilities of rollout, reference and update, temperature included, so
@@ -27,9 +27,8 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
     torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
         --reward my_reward.py:score
 
-Dimension key: B episodes, R trained tokens of an episode, N of all episodes, n of a micro-batch, V vocabulary. A line
-is what the model reads in one row, here one example (ids, labels, episode); a label is -100 where a token is not
-trained.
+Dimension key: B episodes, R trained tokens of an episode, N of all episodes, n of a micro-batch. A line is what the
+model reads in one row, here one example (ids, labels, episode); a label is -100 where a token is not trained.
 """
 
 import itertools
@@ -59,8 +58,7 @@ from common.lm.evaluation import evaluate_sets, log_episodes, text_arguments
 from common.lm.load import lines_of_use, load_decoder, load_lm, make_reference, saved_heads
 from common.lm.logprobs import in_float32, line_logprobs, token_entropies
 from common.lm.own_rollouts import call_rollout, own_rollout
-from common.lm.sampling import have_ended, uniforms
-from common.lm.sampling import sample as sample  # for those who import it from here
+from common.lm.sampling import have_ended, sample, uniforms
 from common.lm.structure import draw_layers, max_positions
 from common.lm.tokens import decode, encode_prompts, int32, longest_first, pad_rows, split_lines, tell_unended_turns
 from common.report import screen
@@ -332,8 +330,8 @@ def policy_loss(new_logprobs, logprobs, advantages, cliprange):
 
 
 def value_loss(new_values, values, returns, cliprange_value):
-    """max((V - R)^2, (V_clipped - R)^2) / 2, V_clipped within cliprange_value of the old value (0: not clipped);
-    unreduced, any shape. Source: code of Ziegler et al., see the top."""
+    """max((V - return)^2, (V_clipped - return)^2) / 2, V_clipped within cliprange_value of the old value (0: not
+    clipped); unreduced, any shape. Source: code of Ziegler et al., see the top."""
     error = (new_values - returns).square()
     if cliprange_value > 0:
         clipped = new_values.clamp(values - cliprange_value, values + cliprange_value)
@@ -353,7 +351,7 @@ def next_kl_coef(kl_coef, kl, target, horizon, n):
 
 
 class PolicyWithValue(nn.Module):
-    """A language model `lm` with a scalar `value_head` on the hidden states that its output embedding reads."""
+    """A language model `lm` with a scalar `value_head` on the hidden states that its output layer reads."""
 
     def __init__(self, lm, kind="linear", init="zeros", seed=0, detach_value_trunk=False):
         super().__init__()
@@ -408,7 +406,7 @@ class Episode:
     row: dict  # of the data set, with what a --rollout function has added
     query: list  # ids of the prompt
     response: list  # ids, with the end token
-    trained: list  # for each id of the response, whether it is trained: all are, but with a --rollout function
+    trained: list  # for each id of the response, whether it is trained: all are, except with --rollout
     ended: bool  # by itself: by an end token or a stop string
     score: float | list  # of the response, or of each of its tokens
     logprobs: torch.Tensor | None = None  # of the policy that sampled
@@ -430,7 +428,7 @@ class Episode:
 
     @property
     def example(self):
-        """As a line of `line_logprobs` has it."""
+        """(ids, labels, episode), as `line_logprobs` reads it."""
         return self.ids, self.labels, self
 
 
@@ -443,12 +441,13 @@ def generate(accelerator, lm, tokenizer, queries, limits, iteration, args):
     screen.show("sampling", len(local))
     with accelerator.autocast(), for_sampling(lm):
         for places in longest_first([len(queries[row]) for row in local], args.decode_batch_size):
-            rows = [local[place] for place in places]
-            contexts = [queries[row] for row in rows]
-            rooms = [limits[row] for row in rows]
-            draws = uniforms(args.seed, "rollout", iteration, rows, args.max_new_tokens).to(accelerator.device)
-            found |= zip(rows, sample(lm, tokenizer, contexts, draws, rooms, args.stop, args.temperature), strict=True)
-    return gather_list([found[row] for row in local])[: len(queries)]
+            numbers = [local[place] for place in places]
+            contexts = [queries[number] for number in numbers]
+            own_limits = [limits[number] for number in numbers]
+            draws = uniforms(args.seed, "rollout", iteration, numbers, args.max_new_tokens).to(accelerator.device)
+            responses = sample(lm, tokenizer, contexts, draws, own_limits, args.stop, args.temperature)
+            found |= zip(numbers, responses, strict=True)
+    return gather_list([found[number] for number in local])[: len(queries)]
 
 
 @torch.no_grad()
@@ -479,13 +478,14 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     if isinstance(data.reward, RewardModel):
         scores = data.reward.score_all(accelerator, given["samples"], ended)
     else:
+        # by `call_reward`: a number for each response, or a list with one for each token; and its other columns
         scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
-    parts = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
+    reward_means = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     episodes = [*map(Episode, rows, queries, responses, trained, ended, scores)]
     # 3. log-probabilities and values of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently
     store_columns(accelerator, episodes, args, partial(read_lines, accelerator, model, ref, args.temperature))
-    return episodes, parts
+    return episodes, reward_means
 
 
 def read_lines(accelerator, model, ref, temperature, lines):
@@ -506,13 +506,13 @@ def store_columns(accelerator, episodes, args, columns_of):
     for lines in split_lines(accelerator, [episode.example for episode in episodes], args.micro_batch_size):
         places = [range(begin_of[e], begin_of[e] + e.length) for e in episodes_of(lines)]
         places = torch.tensor([*itertools.chain(*places)], dtype=torch.long).to(accelerator.device)
-        for name, values in columns_of(lines).items():
+        for name, numbers in columns_of(lines).items():
             if name not in columns:
-                columns[name] = values.new_zeros(sum(lengths))
-            columns[name][places] = values
-    for name, values in columns.items():
-        # every token is scored by one process and zero in the others: the sum is exact
-        parts = accelerator.reduce(values).split(lengths)
+                columns[name] = numbers.new_zeros(sum(lengths))
+            columns[name][places] = numbers
+    for name, numbers in columns.items():
+        # one process has computed the number of a token, the others have zero: the sum is exact
+        parts = accelerator.reduce(numbers).split(lengths)
         for episode, part in zip(episodes, parts, strict=True):
             setattr(episode, name, part)
 
@@ -555,7 +555,7 @@ def place_scores(scores, trained):
 
 def estimate_advantages(episodes, state, args):
     """Gives episodes the advantages and returns of their tokens. Returns (raw_scores, scores, rewards), (B, R) each: as
-    the reward gave them, as trained on, and with the KL. Changes state.moments."""
+    the reward gave them, as trained on, and with the KL (never whitened). Changes state.moments."""
     device = episodes[0].logprobs.device
     mask = pad_rows([[True] * episode.length for episode in episodes], False, device=device)  # (B, R)
     logprobs, ref_logprobs, values = (of_all(episodes, name) for name in ("logprobs", "ref_logprobs", "values"))
@@ -565,10 +565,10 @@ def estimate_advantages(episodes, state, args):
     scores, state.moments = shape_scores(raw_scores, mask, truncated, state.moments, args)
     kl = kl_penalty(logprobs, ref_logprobs, args.kl_kind)
     rewards = token_rewards(scores, on_grid(kl, mask), mask, state.kl_coef)
-    white_rewards = rewards
+    used_rewards = rewards
     if args.whiten_rewards:
-        white_rewards = masked_whiten(rewards, mask, shift_mean=False)
-    advantages, returns = gae(white_rewards, on_grid(values, mask), mask, args.gamma, args.lam)
+        used_rewards = masked_whiten(rewards, mask, shift_mean=False)
+    advantages, returns = gae(used_rewards, on_grid(values, mask), mask, args.gamma, args.lam)
     # over the whole iteration and all processes, so that neither minibatches nor layout change it
     advantages = masked_whiten(advantages, mask)
     lengths = [episode.length for episode in episodes]
@@ -619,8 +619,8 @@ def rollout_metrics(episodes, raw_scores, scores, rewards, kl_coef):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -711,7 +711,7 @@ def update(run, model, optimizer, episodes, args):
         for minibatch, micro_batches in minibatches(accelerator, episodes, args, run.iteration, epoch):
             count = sum(episode.length for episode in minibatch)  # trained tokens of the step, of all processes
             ratios = 0.0
-            # yields them one by one; processes exchange gradients only in the last one
+            # yields them one by one; processes exchange gradients in the last one (with FSDP2 in each)
             for lines in accumulate(accelerator, model, micro_batches):
                 loss, terms = losses(model, lines, args)
                 # data-parallel training averages gradients over the processes: multiply by their number
@@ -747,7 +747,7 @@ def update(run, model, optimizer, episodes, args):
 
 
 def evaluation_options(args):
-    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
     names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
     return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
@@ -774,8 +774,8 @@ def make_policy(args, path, lm):
 
 
 def encode(data, lm, tokenizer, args):
-    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}, without
-    --eval-dataset of the first training rows."""
+    """Tokenises all prompts: data gets queries (lists of ids), and eval_sets {name: (rows, queries)}; without
+    --eval-dataset, one set: the first --rollout-batch-size rows."""
     encoder = lm.config.is_encoder_decoder
     if encoder and data.rollout:
         raise InputError("--rollout does not work with an encoder-decoder, which answers once")
@@ -858,7 +858,7 @@ def main(args):
     # state: the values that checkpoints keep
     state = run.begin(
         model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,
-        kl_coef=args.kl_coef, moments=[0, 0.0, 0.0],
+        kl_coef=args.kl_coef, moments=[0, 0.0, 0.0],  # count, mean and squared deviations of the scores
     )  # fmt: skip
     if args.kl_target is None:
         state.kl_coef = args.kl_coef  # the flag may be another one with --resume
@@ -871,19 +871,19 @@ def main(args):
         # 1. y ~ pi(. | x): responses with their log-probabilities, values and scores
         model.eval()
         size = args.rollout_batch_size
-        drawn = draw_rows(args.seed, len(data.rows), (iteration - 1) * size, size)
+        numbers = draw_rows(args.seed, len(data.rows), (iteration - 1) * size, size)
         if args.check:
-            drawn = longest_rows(lengths, size)
-        rows = [data.rows[i] for i in drawn]
-        queries = [data.queries[i] for i in drawn]
+            numbers = longest_rows(lengths, size)
+        rows = [data.rows[number] for number in numbers]
+        queries = [data.queries[number] for number in numbers]
         with unsharded(model):  # FSDP2 gathers the weights once, not for every token
-            episodes, parts = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
+            episodes, reward_means = rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, args)
         # 2. r_t = -beta KL_t, plus the score on the last token; A_t by GAE (Eq. 16), whitened
         raw_scores, scores, rewards = estimate_advantages(episodes, state, args)
         log_episodes(run, tokenizer, episodes[:4], [episode.advantages.mean().item() for episode in episodes[:4]])
         run.lap("rollout")
         # 3. K epochs of minibatches: clipped policy loss (PPO Eq. 7) and value loss
-        metrics = parts | rollout_metrics(episodes, raw_scores, scores, rewards, state.kl_coef)
+        metrics = reward_means | rollout_metrics(episodes, raw_scores, scores, rewards, state.kl_coef)
         metrics |= update(run, model, optimizer, episodes, args)
         run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)

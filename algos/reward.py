@@ -47,7 +47,7 @@ from common.lm.adapters import train_adapters
 from common.lm.chat import is_chat, pair_texts, whole_chat
 from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
 from common.lm.load import load_pretrained
-from common.lm.logprobs import score_pairs
+from common.lm.logprobs import compute_pairs
 from common.lm.structure import can_pack, freeze, max_positions
 from common.lm.tokens import in_lines, int32, split_rows
 from common.rows import longest_rows, read_data, set_flag, set_prefix
@@ -220,8 +220,8 @@ def pair_scores(model, packing, pairs):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -281,7 +281,7 @@ def evaluate(run, step, model, score, data, args):
     with unsharded(model):
         for name, pairs in data.eval_sets.items():
             lengths = [len(chosen) + len(rejected) for chosen, rejected, _ in pairs]
-            scores = score_pairs(run.accelerator, score, pairs, lengths, args.micro_batch_size)
+            scores = compute_pairs(run.accelerator, score, pairs, lengths, args.micro_batch_size)
             means = evaluate_scores(scores, pairs)
             metrics |= {f"{set_prefix(name)}{key}": value for key, value in means.items()}
             chosen_scores, rejected_scores = scores.tolist()

@@ -190,8 +190,8 @@ def encode_rows(rows, tokenizer, max_length, completion_only_loss, flag, encoder
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each epoch,
-    joined end to end. No epoch has a short last batch, and no earlier position needs to be drawn."""
+    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
+    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -228,7 +228,7 @@ def learning_rate(peak, step, total_steps, args):
 
 
 def evaluation_options(args):
-    """How responses of evaluations are sampled: keyword arguments of `evaluate_samples`."""
+    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
     names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
     return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
@@ -265,6 +265,7 @@ def evaluate(run, step, model, tokenizer, data, args):
             run.samples(step, samples)
         if metrics and not data.eval_sets:  # the first column of --metric, which chooses the best model
             run.headline = next(iter(metrics))
+            run.lower_is_better = args.lower_is_better
         for name, examples in data.eval_sets.items():
             means = evaluate_loss(accelerator, model, examples, args.micro_batch_size)
             own = {f"{set_prefix(name)}{key}": value for key, value in means.items()}

@@ -215,6 +215,7 @@ class Run:
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
         self.headline = self.loaded.get("headline", shown[0]) if self.same else shown[0]
         self.eval_every = self.args.eval_every if evaluates else 0
+        self.lower_is_better = False  # of a headline that --metric brings; a loss is better lower in any case
         self.logged = {}
         # step, iteration: the last ones that are complete; evaluated: the step of the last evaluation
         kept = {"step": 0, "iteration": 0, "evaluated": 0, "best_score": None, "best_step": None} | state
@@ -337,7 +338,7 @@ class Run:
         kept = self.kept
         if self.evaluation_due(step):
             score = self.logged.get(self.headline, math.nan)
-            if self._lower_is_better():
+            if self.lower_is_better or self.headline.endswith("loss"):
                 score = -score
             is_best = math.isfinite(score) and (kept.best_score is None or score > kept.best_score)
             if is_best and self.headline.startswith("eval/"):
@@ -351,10 +352,6 @@ class Run:
             self._save()
         if stop:
             raise Stopped(128 + self.signal)
-
-    def _lower_is_better(self):
-        of_metric = getattr(self.args, "lower_is_better", False) and self.args.metric is not None
-        return of_metric or self.headline.endswith("loss")
 
     def _save(self):
         """Writes a checkpoint of the last complete iteration, if there is none. Collective."""
@@ -431,7 +428,8 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Notes that an iteration is complete, and writes its lines. counts: of tokens, episodes and so on."""
+        """Notes that an iteration is complete, and writes its lines. counts: of tokens, episodes and so on,
+        whose rates go to perf.jsonl."""
         self.stepped = True
         self.kept.step = step
         self.kept.iteration = self.iteration
@@ -505,7 +503,7 @@ class Run:
     def _finish(self, prompt, usage):
         records = self._records("metrics.jsonl")
         samples = self._records("samples.jsonl")
-        way = "; lower is better" if self._lower_is_better() else ""
+        way = "; lower is better" if self.lower_is_better else ""
         self.say(f"\n{change_of(records, samples, self.headline)}{way}")
         folder = f"{self.path}/hf_model"
         length = getattr(self.args, "max_new_tokens", None)

@@ -347,10 +347,10 @@ def test_shards_in_a_model_with_heads_take_the_plain_loop(build_model, model):
     lm = build_model()
     policy = model(lm, "mlp", "normal") if model is ppo.PolicyWithValue else model(lm, True)
     [cache] = [lm(torch.tensor([[3, 4]]), use_cache=True).past_key_values]
-    assert cuda_graphs.is_plain(policy.lm, cache)
+    assert cuda_graphs.can_capture(policy.lm, cache)
     block = lm.transformer.h[0]
     block.__class__ = type("Sharded", (FSDPModule, type(block)), {})
-    assert not cuda_graphs.is_plain(policy.lm, cache)
+    assert not cuda_graphs.can_capture(policy.lm, cache)
 
 
 @torch.no_grad()

@@ -250,12 +250,12 @@ def pair_flops(algorithm):
 def measure_pairs(script, model, flags):
     scoring = []  # seconds in which dpo scores all pairs by the reference, before the steps
     packed = []
-    score_pairs = script.score_pairs
+    compute_pairs = script.compute_pairs
     in_lines = script.in_lines
 
     def timed(*args):
         begun = time.perf_counter()
-        scores = score_pairs(*args)
+        scores = compute_pairs(*args)
         scoring.append(time.perf_counter() - begun)
         return scores
 
@@ -266,7 +266,7 @@ def measure_pairs(script, model, flags):
     algorithm = script.__name__.rpartition(".")[2]
     if algorithm == "reward":
         model = f"{model}/classifier"
-    with patch.object(script, "score_pairs", timed), patch.object(script, "in_lines", noted):
+    with patch.object(script, "compute_pairs", timed), patch.object(script, "in_lines", noted):
         steps = short_run(script, model=model, dataset=pair_rows(), **STEP_FLAGS, **flags)
     assert set(packed) == {True}  # a script says and does without where it cannot
     assert len(scoring) == (algorithm == "dpo")

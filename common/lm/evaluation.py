@@ -36,12 +36,12 @@ def respond(accelerator, lm, tokenizer, queries, *, seed, max_new_tokens, decode
     screen.show("evaluating", len(local))
     with accelerator.autocast(), for_sampling(lm):
         for places in longest_first([len(queries[row]) for row in local], decode_batch_size):
-            rows = [local[place] for place in places]
-            contexts = [queries[row] for row in rows]
-            draws = uniforms(seed, "eval", 0, rows, max_new_tokens).to(accelerator.device)
-            limits = [max_new_tokens] * len(rows)
-            found |= zip(rows, sample(lm, tokenizer, contexts, draws, limits, stop, **options), strict=True)
-    return gather_list([found[row] for row in local])[: len(queries)]
+            numbers = [local[place] for place in places]
+            contexts = [queries[number] for number in numbers]
+            draws = uniforms(seed, "eval", 0, numbers, max_new_tokens).to(accelerator.device)
+            limits = [max_new_tokens] * len(numbers)
+            found |= zip(numbers, sample(lm, tokenizer, contexts, draws, limits, stop, **options), strict=True)
+    return gather_list([found[number] for number in local])[: len(queries)]
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=None, rollout=None, **options):

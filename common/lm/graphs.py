@@ -105,7 +105,7 @@ def fix_layers(cache, rows, place, length):
         layer.values = F.pad(layer.values.to(dtype)[rows], (0, 0, forgotten, 0))
 
 
-def is_plain(model, cache):
+def can_capture(model, cache):
     """Whether a pass is torch's attention over such a cache and nothing besides. Under FSDP2 other streams wait for
     ours and would join the capture; with --deterministic, writing to the cache would sort."""
     from torch.distributed.fsdp import FSDPModule

@@ -56,7 +56,7 @@ def line_logprobs(model, lines, temperature=1.0, also=None):
 
 
 def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
-    """(logprobs (N,), states (B, K, H), others (N,) or None): the one scoring function of all scripts. logprobs are
+    """(logprobs (N,), states (B, K, H), others (N,) or None): the one function for this in all scripts. logprobs are
     (model(**inputs).logits[:, -K:].float() / temperature).log_softmax(-1) at the labels; all else saves memory.
     labels (B, K) are predicted from the last K positions of inputs. places (N,): which of them to score, as flat
     positions, since a GPU has to wait for a mask. states[:, t] is what the output layer, and a head, reads for
@@ -94,17 +94,17 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
     return terms[0], read[0], others
 
 
-def score_pairs(accelerator, score, pairs, lengths, batch_size):
-    """(2, N), in float64 on every process: score(pairs) -> (2, b) of all pairs, whose lengths are given. Each process
-    scores a share."""
+def compute_pairs(accelerator, function, pairs, lengths, batch_size):
+    """(2, N), in float64 on every process: function(pairs) -> (2, b) of all pairs, whose lengths are given.
+    Each process computes a share."""
     local = local_rows(accelerator, len(pairs))
-    scores = torch.empty(len(local), 2, dtype=torch.float64, device=accelerator.device)
+    numbers = torch.empty(len(local), 2, dtype=torch.float64, device=accelerator.device)
     screen.show("scoring pairs", len(local))
     for places in longest_first([lengths[row] for row in local], batch_size):
         with torch.no_grad(), accelerator.autocast():
-            scores[places] = score([pairs[local[place]] for place in places]).T.double()
+            numbers[places] = function([pairs[local[place]] for place in places]).T.double()
         screen.advance(len(places))
-    return accelerator.gather(scores)[: len(pairs)].T
+    return accelerator.gather(numbers)[: len(pairs)].T
 
 
 def in_chunks(function, layer, vocabulary, states, *columns):

@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional as F
 
 from common.errors import NotFinite
-from common.lm.graphs import GRAPHS, Step, is_plain
+from common.lm.graphs import GRAPHS, Step, can_capture
 from common.lm.structure import Seq2Seq, end_tokens
 from common.lm.tokens import CONTEXT, pad_rows, stopped
 from common.report import screen
 from common.seeding import rng
 
 
-def uniforms(seed, stream, step, rows, n):
+def uniforms(seed, stream, number, rows, n):
     """(len(rows), n) float64 tensor in [0, 1): row i depends on rows[i], a global index, and not on its neighbours."""
-    draws = [rng(seed, stream, step, row).random(n) for row in rows]
+    draws = [rng(seed, stream, number, row).random(n) for row in rows]
     return torch.from_numpy(np.reshape(draws, (len(rows), n)))
 
 
@@ -62,7 +62,7 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
     ends = end_tokens(model)
     responses = [[] for _ in contexts]
     rows = list(range(len(contexts)))  # those in the batch
-    ended = set()  # those that have ended, which may still be there
+    complete = set()  # those that are, which may still be there
     drawn = []  # (b,) each: the tokens since the last look, -1 where logits were not finite
     look = LOOK if device.type == "cpu" else LOOK_ON_GPU
     decoder = Decoder(model, contexts, limits, tokenizer.pad_token_id, device)
@@ -73,14 +73,14 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
         if len(drawn) == look or t + 1 == max(limits):
             for row, ids in zip(rows, torch.stack(drawn, 1).tolist(), strict=True):
                 response = responses[row]
-                if row not in ended and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
-                    ended.add(row)
+                if row not in complete and add_ids(response, ids, contexts[row], limits[row], ends, stop, tokenizer):
+                    complete.add(row)
                     screen.advance(1)
                 if response[-1] == -1:
                     where = f"response token {len(response)} after the ids {contexts[row]!s:.60}"
                     raise NotFinite(f"logits are not finite at {where}")
             drawn = []
-            going = [place for place, row in enumerate(rows) if row not in ended]
+            going = [place for place, row in enumerate(rows) if row not in complete]
             if not going:
                 break
             if len(going) <= decoder.leaving * len(rows):
@@ -128,7 +128,7 @@ class Decoder:
                 if self.tokens.device.type != "cpu":
                     layer.is_compileable = True  # else transformers waits at every token, to see if a mask has padding
         numbers = torch.tensor(numbers, device=self.tokens.device)
-        if self.tokens.device.type in GRAPHS and is_plain(self.model, self.cache):
+        if self.tokens.device.type in GRAPHS and can_capture(self.model, self.cache):
             self.step = Step(self.model, self.cache, numbers, self.attention, self.last_position, self.most_tokens)
             self.leaving = LEAVING_GRAPH
         elif self.cache is not None and len(firsts) < len(numbers):
@@ -169,7 +169,7 @@ class Decoder:
 
 def add_ids(response, ids, context, limit, ends, stop, tokenizer):
     """Appends ids to a response to the ids in context up to its end: an end token, the token that completes a string of
-    stop, the limit, or -1. Returns whether it has ended."""
+    stop, the limit, or -1. Returns whether it is complete."""
     window = CONTEXT + max((len(text.encode()) for text in stop), default=0)  # few tokens have no byte
     for token in ids:
         response.append(token)

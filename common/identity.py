@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -21,6 +22,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from common.errors import InputError, flag_of
 from common.functions import ROOT, adapter_base, spec_path
+from common.report import screen
 
 PLAIN = bool | int | float | str
 
@@ -81,10 +83,12 @@ def sha256(*paths):
 
 def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an option
-    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset)."""
+    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset); of one
+    that an option names, none, since the function may write there."""
     text = str(value) if isinstance(value, str | Path) else ""
-    specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # also without a classifier's label
-    files = []
+    specs = [text, text.rpartition(":")[0], *text.split(",")]  # also without a classifier's label
+    options = re.findall(r"=([^,]*\w[^,]*)", text)
+    files = [path for path in map(spec_path, map(str.strip, options)) if path and path.is_file()]
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if re.search(r"\w", spec)):
         if path and path.is_dir():
             found = [*path.glob("*"), *path.glob("*/*")]
@@ -151,17 +155,36 @@ def hub_commit(model, revision):
 
 
 def digest(value):
-    """A hash of rows, token ids and labels in lists, dicts and dataclasses. Of other objects the type counts."""
-
-    def plain(part):
-        if isinstance(part, array):
-            return hashlib.sha256(part).hexdigest()
-        return vars(part) if dataclasses.is_dataclass(part) else type(part).__name__
-
+    """A hash of rows, token ids and labels: the same in every process and run for equal values."""
     total = hashlib.sha256()
     for part in value.items() if isinstance(value, dict) else value:
-        total.update(json.dumps(part, default=plain, skipkeys=True).encode())
+        total.update(repr(plain(part)).encode(errors="backslashreplace"))
     return total.hexdigest()[:16]
+
+
+def plain(value):
+    """What tells a value from others by its repr. Of an object whose repr has its place in memory, the type counts."""
+    if isinstance(value, array):
+        return hashlib.sha256(value).hexdigest()
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return [(plain(key), plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if not isinstance(value, PLAIN) and " at 0x" in repr(value):
+        tell_unknown(type(value).__name__)
+        return type(value).__name__
+    return value
+
+
+@functools.cache
+def tell_unknown(kind):
+    screen.say(f"the rows hold objects of the type {kind}, whose contents cannot be compared between runs or processes")
 
 
 def environment(accelerator):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, encoded, jsonl, turn, user, write
 from tokenizers import Tokenizer, decoders, models, processors
@@ -853,6 +854,32 @@ SETS = [
     ("task.py:rows:n=2,text=b, hard.jsonl", {"rows": TWO, "hard": HARD}),
     ("task.py:sets", {"a": EASY}),
 ]
+
+
+def test_what_stands_in_a_file_is_what_is_read(tmp_path):
+    """A key twice, a blank line of texts, a cell of a table that only looks like a number."""
+    (tmp_path / "twice.jsonl").write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
+    with refused(".*line 2: one of the keys text stands twice"):
+        load_rows(str(tmp_path / "twice.jsonl"), "--dataset")
+    (tmp_path / "list.json").write_text('[{"a": {"b": 1, "b": 2}}]')
+    with refused(".*one of the keys b stands twice"):
+        load_rows(str(tmp_path / "list.json"), "--dataset")
+    (tmp_path / "a.txt").write_text("one\n\n  \ntwo\n\n")
+    assert load_rows(str(tmp_path / "a.txt"), "--dataset") == [{"text": "one"}, {"text": "two"}]
+    cells = ["1e-3", "TRUE", "", "'good Day'", "[1, 2.5]", "nan"]
+    (tmp_path / "a.csv").write_text("text;reward\n" + "".join(f"t;{cell}\n" for cell in cells))
+    found = [row["reward"] for row in load_rows(str(tmp_path / "a.csv"), "--dataset")]
+    assert found == [1e-3, True, None, "good Day", [1, 2.5], "nan"]
+
+
+def test_media_of_parquet_are_not_opened(tmp_path, monkeypatch):
+    """A column of images may name files of this machine, or addresses."""
+    images = [{"bytes": None, "path": "/etc/passwd"}, {"bytes": None, "path": "http://127.0.0.1:9/x.png"}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": images}, features=features)
+    pq.write_table(table.data.table, tmp_path / "a.parquet")
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *args, **options: 1 / 0)
+    assert [row["image"] for row in load_rows(str(tmp_path / "a.parquet"), "--dataset")] == images
 
 
 def test_evaluation_sets(tmp_path, monkeypatch):

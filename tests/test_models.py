@@ -6,6 +6,7 @@ tied. Left padding is in test_sampling.py.
 
 import copy
 import math
+import shutil
 
 import pytest
 import safetensors.torch
@@ -248,3 +249,17 @@ def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path))
     loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
     assert loaded.get_input_embeddings().weight.grad[end].any()
+
+
+@pytest.mark.parametrize("flag", ["--model", "--ref-model"])
+def test_weights_without_a_place_are_told(gpt2_dir, tmp_path, capsys, flag):
+    """As a bias that the configuration does not ask for, which would be trained and exported without it."""
+    shutil.copytree(gpt2_dir, tmp_path / "more")
+    held = safetensors.torch.load_file(tmp_path / "more/model.safetensors")
+    held |= {"transformer.h.0.attn.more.bias": torch.ones(3), "transformer.h.1.attn.more.bias": torch.ones(3)}
+    safetensors.torch.save_file(held, tmp_path / "more/model.safetensors", {"format": "pt"})
+    load_model(from_task(ppo.Args, ppo.TASK), tmp_path / "more", flag)
+    said = f"warning: {flag}: 2 weights of its files have no place in the model: transformer.h.0.attn.more.bias, "
+    assert said in capsys.readouterr().out
+    load_model(from_task(ppo.Args, ppo.TASK), gpt2_dir, flag)
+    assert capsys.readouterr().out == ""

@@ -19,6 +19,7 @@ from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
 from common.errors import InputError
+from common.functions import call_reward
 
 SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
@@ -332,3 +333,18 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
+
+
+def test_a_coroutine_runs_beside_a_running_loop():
+    """As in a notebook. All of them share a loop, as a client that a function keeps may need."""
+    loops = set()
+
+    async def reward(prompts):
+        loops.add(asyncio.get_running_loop())
+        return [1.0] * len(prompts)
+
+    async def notebook():
+        return [call_reward(reward, "reward", [{"prompt": "a"}], {"prompts": ["a"]}) for _ in range(2)]
+
+    assert asyncio.run(notebook()) == [([1.0], {})] * 2 and len(loops) == 1
+    assert call_reward(reward, "reward", [{"prompt": "a"}], {"prompts": ["a"]}) == ([1.0], {}) and len(loops) == 1

@@ -24,9 +24,9 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.errors import InputError
 from common.functions import load_function
-from common.lm.chat import chat_text, pair_texts
+from common.lm.chat import chat_text, pair_texts, tell_header
 from common.lm.classifier import classifier_ids
-from common.lm.tokens import encode_prompts, int32
+from common.lm.tokens import encode_prompts, encode_segments, int32
 from common.rows import load_rows, load_sets, read_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
@@ -695,6 +695,42 @@ def test_arguments_of_tool_calls_become_mappings():
         message = answer("b") | {"tool_calls": [{"type": "function", "function": function}]}
         assert chat_text(tokenizer, [user("a"), message], {}, "row") == "ab" + text
         assert function["arguments"] == arguments  # the row is as it was
+
+
+HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+PROMPTED = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+HEADERS = [(HEADED, True), (PROMPTED, False), ("{{ messages[0].content }}", False)]
+
+
+@pytest.mark.parametrize(("template", "is_told"), HEADERS)
+def test_a_header_that_is_no_generation_prompt_is_told(letters, capsys, template, is_told):
+    letters.chat_template = template
+    tell_header(letters, "--dataset")
+    said = "warning: --dataset: the template has no generation prompt: '<assistant>' before an answer is trained with"
+    assert (said in capsys.readouterr().out) == is_told
+
+
+def test_rows_with_unknown_tokens_are_counted(letters, capsys):
+    """Of prompts, texts and pairs. Where the end token stands for unknown ones, nothing can be said."""
+    rows = [{"prompt": "ab"}, {"prompt": "a{"}, {"prompt": "}{"}]
+    encode_prompts(rows, letters, 5, 99, "--eval-prompts")
+    list(encode_segments([row | {"completion": "b"} for row in rows], letters, "--dataset"))
+    pairs_of([row | {"chosen": "c", "rejected": "d"} for row in rows], letters)
+    said = capsys.readouterr().out
+    told = "{}: {} rows have parts that the tokenizer does not know (<unk>)"
+    for flag, count in (("--eval-prompts", "2 of 3"), ("--dataset", "2 of 3"), ("--dataset", "4 of 6")):
+        assert told.format(flag, count) in said
+    letters.unk_token = letters.eos_token
+    encode_prompts(rows, letters, 5, 99, "--eval-prompts")
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_prompts_beside_a_chat_template_are_told(letters, capsys):
+    letters.chat_template = PROMPTED
+    encode_prompts([{"prompt": "ab"}], letters, 5, 99, "--dataset")
+    assert "--dataset: the prompts are plain texts; lists of messages would use" in capsys.readouterr().out
 
 
 @SAMPLING

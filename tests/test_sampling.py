@@ -329,8 +329,8 @@ def test_texts(letters):
     tokenizer = build_tokenizer("byte-level")  # blanks before a stop are stripped
     responses = [tokenizer(text).input_ids for text in (" a b \n\nUser: c", "end. ", "<|user|>a")]
     queries = [tokenizer("hello").input_ids] * 3
-    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "a"]
-    assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", "a"]
+    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "<|user|>a"]  # no end
+    assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", ""]
 
 
 def test_decode_keeps_the_space_between_prompt_and_output():

@@ -100,6 +100,7 @@ def chat_turns(tokenizer, row, where):
 def tell_left_out(tokenizer, chats, flag):
     """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
     role. Each is tried in the first chat that has it, at its last place there."""
+    tell_header(tokenizer, flag)
     tried = {}  # {name: two chats, one of them without it}
     for messages, row in chats:
         if row.get("tools"):
@@ -121,6 +122,20 @@ def tell_left_out(tokenizer, chats, flag):
                 left_out.append(name)
     if left_out:
         screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(left_out)}")
+
+
+def tell_header(tokenizer, flag):
+    """Warns where the template begins an answer by a header that is no generation prompt."""
+    question = [{"role": "user", "content": "question"}]
+    with suppress(Exception):  # templates raise what they like
+        plain = tokenizer.apply_chat_template(question, tokenize=False)
+        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        answered = [*question, {"role": "assistant", "content": MARK}]
+        whole = tokenizer.apply_chat_template(answered, tokenize=False).partition(MARK)[0]
+        header = whole.removeprefix(prompt)
+        if plain == prompt != whole and header.strip():
+            what = "is trained with it, and prompts end before it"
+            screen.say(f"warning: {flag}: the template has no generation prompt: {header!r} before an answer {what}")
 
 
 def added(text, beginning, where):

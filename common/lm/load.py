@@ -12,6 +12,7 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
+from common.report import screen
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
@@ -33,8 +34,12 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        model, missing = load_weights(auto_class, path, revision, **keywords)
+        model, missing, unexpected = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
+        gets_head = auto_class != "AutoModelForCausalLM" and flag == "--model"  # in place of a language model's
+        if unexpected and not gets_head:
+            names = ", ".join(unexpected[:3])
+            screen.say(f"warning: {flag}: {len(unexpected)} weights of its files have no place in the model: {names}")
         for adapter in getattr(model, "peft_config", {}).values():
             if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
@@ -46,6 +51,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 def load_tokenizer(args, path, revision):
     """The tokenizer of --tokenizer or of the model at path, or of its base if an adapter has none."""
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
     source = args.tokenizer or getattr(path, "name_or_path", path)
     if not isinstance(source, str):
@@ -56,14 +62,16 @@ def load_tokenizer(args, path, revision):
         source, revision = adapter_base(source)
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
+    logging.set_verbosity_warning()  # a tokenizer's warnings are about its ids
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def load_weights(auto_class, path, revision=None, **keywords):
-    """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
-    the base's repository for the adapter's revision, and would not report weights missing from the base."""
+    """(model, names of weights missing from the files, of weights in them that it lacks), sorted. Puts an adapter on
+    its base: from_pretrained would ask the base's repository for the adapter's revision, and would not report weights
+    missing from the base."""
     if not isinstance(path, str):
-        return path, []
+        return path, [], []
     import transformers
 
     base, base_revision = adapter_base(path, revision)
@@ -74,11 +82,18 @@ def load_weights(auto_class, path, revision=None, **keywords):
     kind = getattr(transformers, auto_class)
     model, report = kind.from_pretrained(base or path, output_loading_info=True, **keywords)
     missing = {*report["missing_keys"]}
+    unexpected = {*report["unexpected_keys"]}
     if base:
+        from peft.utils import load_peft_weights
+
         report = model.load_adapter(path, adapter_kwargs={"revision": revision})
+        apart = "|".join(["lora_", *(model.peft_config["default"].modules_to_save or ())])
+        if others := [name for name in load_peft_weights(path, "cpu", revision=revision) if not re.search(apart, name)]:
+            raise ValueError(f"its adapter also holds {others[0]}, which the export would lose: merge it into its base")
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-    return model, sorted(missing)
+        unexpected |= {*report.unexpected_keys}
+    return model, sorted(missing), sorted(unexpected)
 
 
 def repaired(model, args):
@@ -133,7 +148,7 @@ def load_lm(args, path, device):
 
 def load_decoder(directory, **options):
     """The language model in a directory, as the scripts call it. options go to from_pretrained."""
-    model, _ = load_weights("AutoModelForCausalLM", str(directory), **options)
+    model, *_ = load_weights("AutoModelForCausalLM", str(directory), **options)
     return as_decoder(model)
 
 

@@ -57,6 +57,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         tell_left_out(tokenizer, chats, flag)
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
+    tell_unknown_tokens(tokenizer, queries, flag)
+    if not chat and getattr(tokenizer, "chat_template", None):
+        screen.say(f"{flag}: the prompts are plain texts; lists of messages would use the tokenizer's chat template")
     kept_rows = []
     kept_ids = []
     for number, (row, ids) in enumerate(zip(rows, queries, strict=True), 1):
@@ -91,6 +94,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     if encoder:
         heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
         tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", column="text_target")
+        tell_unknown_tokens(tokenizer, [head + tail for head, tail in zip(heads, tails, strict=True)], flag)
         for head, tail in zip(heads, tails, strict=True):
             head = head or [tokenizer.eos_token_id if bos is None else bos]
             end = len(head) + len(tail)
@@ -101,6 +105,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     segments = row_segments(rows, tokenizer, flag)
     whole = ["".join(row) for row in segments]
     encoded = tokenize(tokenizer, whole, not chat, end="template" if chat else "once")
+    tell_unknown_tokens(tokenizer, encoded, flag)
     prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
     heads = iter(tokenize(tokenizer, prefixes, not chat, end="never"))
     for ids, row in zip(encoded, segments, strict=True):
@@ -160,8 +165,10 @@ def stopped(tokenizer, queries, responses, stops):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, without special tokens, cut before a stop string and the space ahead of it."""
-    texts = texts_behind(tokenizer, queries, responses, skip_special_tokens=True)
+    """Texts of responses to queries, cut before a stop string and the space ahead of it. Special tokens belong to them,
+    such as <think>, but for those of ends, beginnings, padding and what the tokenizer does not know."""
+    silent = {*row_ends(tokenizer), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    texts = texts_behind(tokenizer, queries, [[token for token in ids if token not in silent] for ids in responses])
     # in the ids, since a stop string that is a special token is not in the text
     with_stop = stopped(tokenizer, queries, responses, stops)
     for row, text in enumerate(texts):
@@ -285,3 +292,12 @@ def tell_untrained_end(tokenizer, trained):
     if all(set(ends).isdisjoint(ids) for ids in trained):
         named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
         screen.say(f"warning: no row trains the end token {named}, so responses will not end")
+
+
+def tell_unknown_tokens(tokenizer, rows, flag):
+    """Says in how many rows (token ids) there is something that the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id
+    count = sum(unknown in ids for ids in rows)
+    if count and unknown not in (None, tokenizer.bos_token_id, *row_ends(tokenizer)):
+        what = f"parts that the tokenizer does not know ({tokenizer.unk_token})"
+        screen.say(f"warning: {flag}: {count} of {len(rows)} rows have {what}")

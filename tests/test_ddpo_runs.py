@@ -45,11 +45,8 @@ def unet(pipeline):
 
 
 @pytest.fixture(scope="module")
-def tiny(build_pipeline, tmp_path_factory):
-    """Directory of a random pipeline."""
-    folder = tmp_path_factory.mktemp("tiny") / "pipeline"
-    build_pipeline().save_pretrained(folder)
-    return str(folder)
+def tiny(work):
+    return str(work / "pipeline")
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])

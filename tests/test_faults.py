@@ -157,17 +157,11 @@ def ends_clean(folder, checkpoints=3):
 
 
 NEW, SAME, OTHER = "a new run", "the same command", "another command"
+HOW = [pytest.param(how, marks=pytest.mark.case(number)) for how, number in ((NEW, 2), (SAME, 78), (OTHER, 78))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(NEW, marks=pytest.mark.case(2)),
-        pytest.param(SAME, marks=pytest.mark.case(78)),
-        pytest.param(OTHER, marks=pytest.mark.case(78)),
-    ],
-)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("algo", ALGOS)
 def test_killed_before_each_change_of_a_file(algo, how, ended, scripts, work, whole, tmp_path):
     """A whole run, and the first steps of one that continues, with torn metrics. Another command continues from the
@@ -210,13 +204,7 @@ FAULTS = {
     "evaluation": (None, 3, -9, at("common.run", "Run.samples", 2), ""),
     "model of a checkpoint": ("ppo", 2, -9, at("safetensors.torch", "save_file", 5, tear=True), ""),
     "two interrupts": ("sft", 7, 130, at(*STEP, signal=TWICE), ""),
-    "an error in an update": (
-        "ppo",
-        33,
-        1,
-        at(*STEP, signal=FAIL),
-        "the last step on disk is in run/checkpoints/step_",
-    ),
+    "an error in an update": ("ppo", 33, 1, at(*STEP, signal=FAIL), "last step on disk is in run/checkpoints/step_"),
     "no memory": ("sft", 65, 2, at(*STEP, signal=EXCESS), "out of memory: lower --micro-batch-size"),
     "a full disk in a line": ("sft", 77, 1, at("common.run", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
     "a full disk at the export": ("sft", 21, 2, at("common.run", "Run.finish", 1, signal=NO_ROOM), "too large"),

@@ -156,9 +156,7 @@ class Process:
         end = time.monotonic() + timeout
         while not (self.folder / name).exists():
             if time.monotonic() > end:
-                pytest.fail(
-                    f"a time limit: no {name} after {timeout} s on this machine: {self.out}{self.err}", pytrace=False
-                )
+                pytest.fail(f"a time limit: no {name} after {timeout} s: {self.out}{self.err}", pytrace=False)
             time.sleep(0.01)
         return int((self.folder / name).read_text())
 

@@ -1,6 +1,5 @@
 """Denoising diffusion policy optimisation: `python -m pytest tests/test_ddpo.py`
 
-The sampler against diffusers' scheduler and pipeline; the rest of the maths against hand numbers and slow definitions.
 Runs of main: test_ddpo_runs.py.
 """
 

@@ -477,13 +477,6 @@ def test_the_run_directory_is_locked_until_its_process_ends(algo, scripts, work,
 LONGER = {"ppo": ["--total-episodes", "64"], "grpo": ["--total-episodes", "64"], "ddpo": ["--num-epochs", "8"]}
 
 
-@pytest.mark.case(13)
-@every_script
-def test_resume_of_what_is_not_there(algo, refused):
-    message = refused(algo, "new", "--resume", "runs/nope")
-    assert "runs/nope" in message and len(message.strip().splitlines()) == 1
-
-
 @pytest.mark.case(14)
 @every_script
 def test_another_configuration_is_an_error_that_lists_the_differences(algo, ended, refused, work, tmp_path):
@@ -538,20 +531,17 @@ def test_a_finished_run_says_where_it_is(algo, run, whole, tmp_path):
     assert process.err == "" and files(folder) == before
 
 
+@pytest.mark.case(13)
 @pytest.mark.case(18)
+@pytest.mark.case(19)
 @every_script
-def test_a_checkpoint_of_another_script(algo, ended, refused, tmp_path):
+def test_a_checkpoint_that_is_not_there_or_of_another_script_or_version(algo, ended, refused, tmp_path):
+    message = refused(algo, "new", "--resume", "runs/nope")
+    assert "runs/nope" in message and len(message.strip().splitlines()) == 1
     other = ALGOS[(ALGOS.index(algo) + 1) % len(ALGOS)]
     _, steps = ended(other, tmp_path / "other")
     path = f"other/checkpoints/step_{steps[-1]:08d}"
     assert f"--resume {path} is of a run of {other}.py" in refused(algo, "new", "--resume", path)
-
-
-@pytest.mark.case(19)
-@every_script
-def test_a_checkpoint_of_another_version(algo, ended, refused, tmp_path):
-    folder, steps = ended(algo, tmp_path / "source")
-    path = folder / f"checkpoints/step_{steps[-1]:08d}"
     patch = f"{HERE}import common.checkpoint as c\nc.FORMAT = 99"
     assert "another version" in refused(algo, "new", "--resume", path, patch=patch)
 

@@ -1,7 +1,4 @@
-"""The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`
-
-Values and gradients against whole logits in float64. Models that change their logits: test_architectures.py.
-"""
+"""The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`"""
 
 import peft
 import pytest

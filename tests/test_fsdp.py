@@ -206,8 +206,7 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
 @pytest.mark.case(91, "ppo dpo")
 def test_shards_in_bfloat16(gpt2_dir, tmp_path):
     """What the loss is made of is float32. Policy and reference are equal at first: the KL is 0, no pair is preferred.
-    Checkpoints know the rest as it was in float32, also
-    if the reference has scored the pairs before."""
+    Checkpoints know the rest as it was in float32, also if the reference has scored the pairs before."""
     flags = {"mixed_precision": "bf16", "dtype": "float32", "num_layers_unfrozen": 1}
     jobs = [("ppo", gpt2_dir, tmp_path / "ppo", flags)]
     jobs += [("dpo", gpt2_dir, tmp_path / "dpo", flags | {"precompute_ref": False})]

@@ -281,10 +281,9 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
     flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "kl_coef": beta}
+    flags |= {"batch_size": 7, "micro_batch_size": 2, "ppo_epochs": 2, "total_episodes": 21, "max_grad_norm": 0.5}
+    flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear", "weight_decay": 0.1}
     flags |= {"ref_model": tiny_dirs["llama"] if beta else None}
-    flags |= {"batch_size": 7, "micro_batch_size": 2, "ppo_epochs": 2, "total_episodes": 21}
-    flags |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
-    flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
     [(_, episodes)] = rollouts
     queries = [episode.query for episode in episodes]

@@ -1,7 +1,6 @@
 """Implicit language Q-learning, its functions: `python -m pytest tests/test_ilql.py`
 
-The losses of whole batches against a reference that goes row by row and action by action, without padding; the guided
-policy against a slow definition. Whole runs are in test_ilql_runs.py.
+Whole runs are in test_ilql_runs.py.
 """
 
 import math
@@ -254,12 +253,8 @@ def test_heads_at_the_start(build_model):
 def test_heads_keep_float32_under_autocast(build_model):
     policy = make_policy(build_model("gpt2"))
     seen = []
-
-    def record(module, inputs, output):
-        seen.append(output.dtype)
-
     for head in (policy.v_head, *policy.q_heads, *policy.target_q_heads):
-        head[0].register_forward_hook(record)
+        head[0].register_forward_hook(lambda _, __, output: seen.append(output.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         losses(policy, EPISODES)
         with policy.guided(1.0):

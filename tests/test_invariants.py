@@ -46,8 +46,7 @@ def run_ppo(model, run_dir, **flags):
 def run_sft(model, run_dir, rows, **flags):
     """Three steps of 7 rows, unless flags say otherwise."""
     settings = {"eval_every": 0, "total_steps": 3, "batch_size": 7, "micro_batch_size": 7, "lr": 1e-2, "threads": 1}
-    settings |= {"dtype": "float64", "save_every": 0, "metric": None, "eval_dataset": None, "eval_prompts": None}
-    settings |= {"warmup_steps": 0, "adam_betas": (0.9, 0.999)}
+    settings |= {"dtype": "float64", "save_every": 0, "warmup_steps": 0, "adam_betas": (0.9, 0.999)}
     return sft.main(sft.Args(model=model, run_dir=str(run_dir), dataset=rows, **settings | flags))
 
 

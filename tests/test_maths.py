@@ -1,7 +1,4 @@
-"""The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`
-
-Golden numbers are those of TRL's and trlX's code that are right. Sizes are distinct primes: a wrong broadcast fails.
-"""
+"""The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`"""
 
 import math
 from itertools import product
@@ -16,7 +13,7 @@ from algos import grpo, ppo, sft
 from common import seeding
 from common.lm import sampling
 
-B, R, V = 5, 7, 11
+B, R, V = 5, 7, 11  # distinct primes: a wrong broadcast fails
 
 
 def ragged_mask():

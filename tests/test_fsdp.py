@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from harness import ROOT, launch, torchrun
 from helpers import log, same_run, samples
 from test_adapters import NAMED, run
+from test_ilql_runs import lengths
 from torch.utils._pytree import tree_flatten
 
 from algos import ddpo
@@ -36,10 +37,6 @@ LAUNCH = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_PO
 LAUNCH |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 
-def vowels(outputs, **columns):
-    return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
-
-
 def go(name, model, run_dir, **flags):
     """Five steps (eight of ppo and grpo) in float64, of three rows a process, in micro-batches of two and one."""
     settings = {"dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 2}
@@ -49,7 +46,7 @@ def go(name, model, run_dir, **flags):
     else:
         settings["total_steps"] = 5
     if name != "reward":
-        settings |= {"max_new_tokens": 5, "metric": vowels}
+        settings |= {"max_new_tokens": 5, "metric": lengths}
     return run(NAMED[name], model, run_dir, **settings | flags)[1]
 
 

@@ -69,11 +69,8 @@ UNASKED = "import transformers\ntransformers.PreTrainedModel.warn_if_padding_and
 
 @by_default("ppo", "grpo", "sft")
 def test_waits_and_copies_of_a_micro_batch(algo, scripts, work, tmp_path):
-    if algo in ("ppo", "grpo"):
-        flags = "--total-episodes 8"
-    else:
-        flags = "--num-epochs 1" if algo == "ddpo" else "--total-steps 2"
-    flags += " --eval-every 0 --save-every 0 --micro-batch-size"
+    length = {"ppo": "--total-episodes 8", "grpo": "--total-episodes 8", "ddpo": "--num-epochs 1"}
+    flags = f"{length.get(algo, '--total-steps 2')} --eval-every 0 --save-every 0 --micro-batch-size"
     found = []
     for size in (4, 2):
         argv = command(work, algo, tmp_path / f"run{size}", *flags.split(), size)

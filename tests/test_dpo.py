@@ -86,11 +86,6 @@ def slow_terms(policy, ref, beta):
     return {name: sum(values) / len(values) for name, values in terms.items()}
 
 
-def assert_logged(record, prefix, expected):
-    for name, value in expected.items():
-        assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-
-
 LOSSES = get_args(dpo.Args.__dataclass_fields__["loss_type"].type)
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
@@ -261,7 +256,8 @@ def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, re
         if record is third:
             del expected["loss"]
             expected |= slow_step(model, pairs, ref_logprobs, beta, coef)
-        assert_logged(record, prefix, expected)
+        for name, value in expected.items():
+            assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
     assert abs(third["rewards/margins"]) > 0.1
 
 

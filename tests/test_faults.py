@@ -308,24 +308,12 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(algo, ended, refused, agai
     again(algo)
 
 
-# The second checkpoint finds no room for a file of more than 3 kB.
-NO_ROOM_FOR_A_CHECKPOINT = f"""{HERE}
-import resource
-import common.checkpoint as c
-original, calls = c.write_checkpoint, 0
-def write(*args):
-    global calls
-    calls += 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000 if calls > 1 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return original(*args)
-c.write_checkpoint = write
-"""
-
-
 @pytest.mark.case(20)
 @every_script
 def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(algo, run, again, tmp_path):
-    process = run(algo, expect=2, patch=NO_ROOM_FOR_A_CHECKPOINT)
+    """The second checkpoint finds no room."""
+    patch = at("common.checkpoint", "write_checkpoint", 2, signal=NO_ROOM.replace("9000", "3000"))
+    process = run(algo, expect=2, patch=patch)
     assert re.search(r"error: \S+/run/checkpoints/step_\d+ cannot be written: ", process.err)
     assert "the last step on disk is in run/checkpoints/step_" in process.err and "Traceback" not in process.err
     [saved] = (tmp_path / "run/checkpoints").iterdir()

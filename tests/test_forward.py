@@ -90,9 +90,8 @@ def check(monkeypatch, model, lm, tolerance=1e-12):
     monkeypatch.setattr(scoring, "in_chunks", watched)
     read = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    logprobs, states, others = token_logprobs(
-        model, targets, places.flatten().nonzero()[:, 0], 0.7, entropies, input_ids=IDS
-    )
+    kept = places.flatten().nonzero()[:, 0]
+    logprobs, states, others = token_logprobs(model, targets, kept, 0.7, entropies, input_ids=IDS)
     hook.remove()
     assert widths == [H]
     assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)

@@ -185,12 +185,12 @@ REF = NEW + table(2.9, 1.3, 0.2, 0.7, 0.1)
 ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 
-def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
+def losses_of(monkeypatch, new, args):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
     token_weights = grpo.token_weights(torch.tensor(LENGTHS), args.loss_mean, args.max_new_tokens)
     episodes = []
     for row, length in enumerate(LENGTHS):
-        numbers = {"advantage": advantages[row].item(), "weight": token_weights[row].item()}
+        numbers = {"advantage": ADVANTAGES[row].item(), "weight": token_weights[row].item()}
         numbers |= {"logprobs": OLD[row, :length], "ref_logprobs": REF[row, :length]}
         episodes.append(grpo.Episode({"row": row}, [0], [0] * length, [True] * length, True, 0.0, **numbers))
 

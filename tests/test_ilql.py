@@ -45,11 +45,6 @@ def test_polyak_update_moves_by_alpha_times_the_difference():
         close(weight.data, value.data)
 
 
-def softmax(row):
-    total = sum(math.exp(x) for x in row)
-    return [math.exp(x) / total for x in row]
-
-
 def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=()):
     """The row of shape_logits: lists of V numbers, forbidden a list of tokens."""
     kept = [token for token in range(len(logits)) if token not in forbidden]
@@ -57,13 +52,13 @@ def slow_shaped(logits, q, v, beta, top_k=0, top_p=1.0, forbidden=()):
     kept = kept[: top_k or None]
     before = 0.0
     nucleus = []
-    for token, prob in zip(kept, softmax([logits[token] for token in kept]), strict=True):
+    for token, prob in zip(kept, tensor(*(logits[token] for token in kept)).softmax(0).tolist(), strict=True):
         if top_p == 1 or before < top_p:
             nucleus.append(token)
         before += prob
     shaped = [-INF] * len(logits)
-    for token, prob in zip(nucleus, softmax([logits[token] for token in nucleus]), strict=True):
-        shaped[token] = math.log(prob) + beta * (q[token] - v)
+    for token, logprob in zip(nucleus, tensor(*(logits[token] for token in nucleus)).log_softmax(0), strict=True):
+        shaped[token] = logprob + beta * (q[token] - v)
     return shaped
 
 

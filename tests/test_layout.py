@@ -394,27 +394,22 @@ def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case)
     same_result(tmp_path / "run", base(case))
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """start(processes, jobs, folder) -> the finished torchrun, a minute after a fault among the jobs at most."""
-
-    def run(processes, jobs, folder):
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "ACCELERATE_USE_CPU": "true"}
-        done = launch(torchrun(processes), [__file__, folder / "jobs.json"], folder, folder, timeout=500, **env)
-        for stamp in folder.glob("*.fault"):
-            assert time.time() - stamp.stat().st_mtime < 60
-            stamp.unlink()
-        return done
-
-    return run
+def start(processes, jobs, folder):
+    """The finished torchrun, a minute after a fault among the jobs at most."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "ACCELERATE_USE_CPU": "true"}
+    done = launch(torchrun(processes), [__file__, folder / "jobs.json"], folder, folder, timeout=500, **env)
+    for stamp in folder.glob("*.fault"):
+        assert time.time() - stamp.stat().st_mtime < 60
+        stamp.unlink()
+    return done
 
 
 SHARES = {"micro_batch_size": 2, "decode_batch_size": 2}  # of three rows a process: two and one
 
 
 @pytest.fixture(scope="module")
-def several(job, start, request, tmp_path_factory):
+def several(job, request, tmp_path_factory):
     """several(processes) -> (directory, finished torchrun): the cases asked for, and of two processes middle parts."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
@@ -475,9 +470,7 @@ FAILURES = [  # how, in which process, what is printed
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "rank", "printed"), FAILURES)
 @pytest.mark.parametrize("algo", SCRIPTS)
-def test_a_process_that_ends_early_ends_the_others_and_the_run_goes_on(
-    several, job, start, tmp_path, algo, how, rank, printed
-):
+def test_a_process_that_ends_early_ends_all_and_the_run_goes_on(several, job, tmp_path, algo, how, rank, printed):
     """By an error in a forward pass, by a kill, by SIGTERM to it, and by SIGTERM to torchrun."""
     whole = several(2)[0] / algo
     run = tmp_path / "run"

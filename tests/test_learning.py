@@ -16,7 +16,6 @@ DATA_LEVEL = 0.3515
 
 
 def values(run_dir, name):
-    """All of a metric that were logged."""
     return [record[name] for record in log(run_dir) if record.get(name) is not None]
 
 

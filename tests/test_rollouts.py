@@ -19,7 +19,6 @@ from test_rows import TOOLS, TURN_END, build_tokenizer
 from algos import grpo, ppo
 from common.errors import InputError
 
-SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
 NAMED = {"ppo": ppo, "grpo": grpo}
 
@@ -209,7 +208,7 @@ def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path, capsys):
     def reward(outputs, output_ids, **columns):
         return {"score": vowels(outputs, output_ids), "length": [len(ids) for ids in output_ids]}
 
-    flags = {"reward": reward, "rollout": SPEC, "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
+    flags = {"reward": reward, "rollout": f"{__file__}:tool", "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
     first, second, last = log(run_dir)
     assert 3 < first["eval/length"] < 9 and 3 < second["reward/length"] < 9 and "reward/length" in last

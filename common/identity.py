@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -22,7 +21,6 @@ from huggingface_hub import try_to_load_from_cache
 
 from common.errors import InputError, flag_of
 from common.functions import ROOT, adapter_base, spec_path
-from common.report import screen
 
 PLAIN = bool | int | float | str
 
@@ -177,14 +175,8 @@ def plain(value):
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     if not isinstance(value, PLAIN) and " at 0x" in repr(value):
-        tell_unknown(type(value).__name__)
         return type(value).__name__
     return value
-
-
-@functools.cache
-def tell_unknown(kind):
-    screen.say(f"the rows hold objects of the type {kind}, whose contents cannot be compared between runs or processes")
 
 
 def environment(accelerator):

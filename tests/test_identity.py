@@ -416,11 +416,10 @@ def test_a_text_that_cannot_be_a_path_names_no_file():
     assert files_of_flag("user.py:score:sep=.,mark=**") == []  # no patterns
 
 
-def test_digests_tell_values_of_any_type_apart(capsys):
+def test_digests_tell_values_of_any_type_apart():
     values = [1, 1.0, True, "1", b"1", np.int64(2), np.float32(2), np.arange(2000), np.arange(2000) * 2, {1, 2}, {1, 3}]
     values += [decimal.Decimal("0.1"), datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), {(1, 2): 3}, {(1, 3): 3}]
     values += [Path("a"), Path("b"), None, [None], {"a": {"b": np.ones(3)}}, {"a": {"b": np.zeros(3)}}]
     assert len({digest([{"x": value}]) for value in values}) == len(values)
     assert digest([{"x": np.arange(3)}]) == digest([{"x": [0, 1, 2]}])
-    assert digest([{"x": object()}]) == digest([{"x": object()}])  # their types are equal, which is told once
-    assert capsys.readouterr().out.count("objects of the type object, whose contents cannot be compared") == 1
+    assert digest([{"x": object()}]) == digest([{"x": object()}])  # only their type is known

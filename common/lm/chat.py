@@ -6,6 +6,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from functools import partial
 
 from common.errors import InputError
 from common.report import screen
@@ -127,13 +128,12 @@ def tell_left_out(tokenizer, chats, flag):
 def tell_header(tokenizer, flag):
     """Warns where the template begins an answer by a header that is no generation prompt."""
     question = [{"role": "user", "content": "question"}]
+    answered = [*question, {"role": "assistant", "content": MARK}]
     with suppress(Exception):  # templates raise what they like
-        plain = tokenizer.apply_chat_template(question, tokenize=False)
-        prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        answered = [*question, {"role": "assistant", "content": MARK}]
-        whole = tokenizer.apply_chat_template(answered, tokenize=False).partition(MARK)[0]
-        header = whole.removeprefix(prompt)
-        if plain == prompt != whole and header.strip():
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        prompt = render(question, add_generation_prompt=True)
+        header = render(answered).partition(MARK)[0].removeprefix(prompt)
+        if render(question) == prompt and header.strip():
             what = "is trained with it, and prompts end before it"
             screen.say(f"warning: {flag}: the template has no generation prompt: {header!r} before an answer {what}")
 

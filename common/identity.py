@@ -175,7 +175,7 @@ def plain(value):
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
+        return sorted(map(repr, map(plain, value)))
     if not isinstance(value, PLAIN) and " at 0x" in repr(value):
         tell_unknown(type(value).__name__)
         return type(value).__name__

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, encoded, jsonl, turn, user, write
@@ -991,3 +992,21 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     assert capsys.readouterr().out == dropped.format("--dataset", 4) + dropped.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         encoded(script, rows[:1], LM, letters, **sets, max_new_tokens=29)
+
+
+@pytest.mark.parametrize("broken", ["\ud83d", "\ufdd0", "\ufdd1"])
+def test_no_text(broken):
+    chat = [{"role": "user", "content": f"a{broken}"}]
+    with pytest.raises(InputError, match="--dataset row 2 holds .*valid text"):
+        load_rows([{"messages": []}, {"messages": chat}], "--dataset")
+
+
+def test_media_of_parquet_stay_as_stored(tmp_path):
+    image = {"bytes": None, "path": "http://localhost:9/x.png"}
+    rows = [{"prompt": "a", "image": image}, {"prompt": "b", "image": {"bytes": None, "path": "/etc/hostname"}}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    for name in ("rows.parquet", "saved"):
+        assert load_rows(str(tmp_path / name), "--dataset") == rows

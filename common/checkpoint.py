@@ -176,9 +176,8 @@ def export_model(lm, weights, tokenizer, directory, heads):
     """Writes model and tokenizer as transformers loads them, with heads {file name: tensors} beside them."""
     with replacing(directory) as temporary:
         lm.save_pretrained(temporary, state_dict=weights)
-        if stored := {
-            f"base_model.model.{name}": weights[name] for name in stored_layers(lm)
-        }:  # of which peft is silent
+        stored = {f"base_model.model.{name}": weights[name] for name in stored_layers(lm)}
+        if stored:  # which peft leaves out
             file = temporary / "adapter_model.safetensors"
             safetensors.torch.save_file(safetensors.torch.load_file(file) | stored, file, {"format": "pt"})
         tokenizer.save_pretrained(temporary)

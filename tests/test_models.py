@@ -124,6 +124,12 @@ def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypa
     assert out.startswith("warning: a wrong pattern\n") and "REPORT" not in out + err and "%" not in err
 
 
+def test_a_stop_string_that_the_tokenizer_cannot_write_is_said(gpt2_dir, capsys):
+    for stop, said in ((("a", "b}"), 1), (("a",), 0)):
+        load_model(ppo.Args(model="none", dataset=[], reward=more_vowels, stop=stop), gpt2_dir)
+        assert capsys.readouterr().out.count("--stop: 1 of 2 texts have characters") == said
+
+
 LINES = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]
 
 

@@ -300,6 +300,29 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     assert list(map(len, queries)) == [len(row["prompt"]) for row in found]
 
 
+def test_unknown_characters_are_counted(letters, capsys):
+    """Over all rows of a flag, in each script; a tokenizer whose unknown token is its end has no unknown characters."""
+    letters_x = ["ab", "axb", "x", ""]
+    prompts = [{"prompt": text} for text in letters_x]
+    answers = [row | {"completion": "a"} for row in prompts]
+    pairs = [row | {"chosen": f"{place}", "rejected": "b"} for place, row in zip("xaaa", prompts, strict=True)]
+    for read, rows, count in (
+        (lambda rows: encode_prompts(rows, letters, 5, 32, "--dataset"), prompts, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset")], answers, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset", encoder=True)], answers, 2),
+        (lambda rows: pairs_of(rows, letters), pairs, 3),
+        (lambda rows: reward.encode_texts(rows, letters, 99, "--dataset"), pairs, 3),
+    ):
+        read(rows)
+        said = f"warning: --dataset: {count} of 4 texts have characters that the tokenizer does not know: they become"
+        assert capsys.readouterr().out.count(said) == 1
+        read(rows[3:])
+        assert "know" not in capsys.readouterr().out
+    letters.unk_token = letters.eos_token
+    encode_prompts(prompts, letters, 5, 32, "--dataset")
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.case(39, "dpo")
 def test_prompts_without_a_token(letters):
     letters.bos_token = None

@@ -12,6 +12,7 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
+from common.lm.tokens import tell_unknown
 from common.report import screen
 
 
@@ -37,12 +38,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         for adapter in getattr(model, "peft_config", {}).values():
-            if (
-                adapter.peft_type != "LORA"
-                or adapter.bias != "none"
-                or adapter.use_dora
-                or adapter.trainable_token_indices
-            ):
+            is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
+            if not is_plain or adapter.trainable_token_indices:  # transformers reads the rows of these tokens wrongly
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
         if missing and auto_class == "AutoModelForCausalLM":
             raise ValueError(f"{missing[0]} is missing")
@@ -128,6 +125,7 @@ def load_model(args, path, flag="--model"):
         raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    tell_unknown(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:

@@ -55,7 +55,7 @@ def adapter_base(path, revision=None):
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
-class Warnings(logging.Handler):
+class LibraryWarnings(logging.Handler):
     """Prints warnings of transformers, but for its table of weights: `load_weights` says what is left out."""
 
     def emit(self, record):
@@ -64,7 +64,7 @@ class Warnings(logging.Handler):
             screen.say(f"{record.levelname.lower()}: {text}")
 
 
-warnings = Warnings()
+library_warnings = LibraryWarnings()
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def loading(flag, name):
     screen.show(f"loading {flag}")
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
-    transformers_logging.add_handler(warnings)
+    transformers_logging.add_handler(library_warnings)
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
         if is_path and not spec_path(name):  # the libraries would take it for a name of the hub

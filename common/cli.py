@@ -85,7 +85,7 @@ def read_config(path, args_class, skips_unknown=False):
     """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
     Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False."""
     try:
-        text = Path(spec_path(path) or path).read_text()
+        text = Path(spec_path(path) or path).read_text(encoding="utf-8")
         entries = [(flag_of(name.value), node) for name, node in yaml.compose(text).value]
     except Exception as error:  # of the file and of PyYAML
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
@@ -109,7 +109,7 @@ def read_config(path, args_class, skips_unknown=False):
 def foreign_names(words, args_class, script):
     """A sentence for each flag that only a row of algos/MIGRATION.md knows; the script's own section comes first."""
     page = ROOT / "algos/MIGRATION.md"
-    text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
+    text = page.read_text(encoding="utf-8") if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
     said = {}
     for title in dict.fromkeys([f"{script}.py", "Every script", *sections]):

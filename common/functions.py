@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -51,7 +52,9 @@ def adapter_base(path, revision=None):
 
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
-        config = json.loads(Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text())
+        config = json.loads(
+            Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text(encoding="utf-8")
+        )
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
@@ -93,6 +96,8 @@ def read_options(words, where):
     """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
     stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
     pairs = [word.split("=", 1) for word in words]
+    keys = [key.strip() for key, _ in pairs]
+    stop_if([f"{where}: {key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1])
     return {key.strip(): yaml.safe_load(value) for key, value in pairs}
 
 
@@ -161,7 +166,8 @@ def call_function(function, name, rows, given):
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         if inspect.iscoroutine(result):
-            result = event_loop().run_until_complete(result)
+            with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own in this thread
+                result = pool.submit(event_loop().run_until_complete, result).result()
     except Exception as error:
         error.add_note(f"in a call of {name}")  # a traceback says it last
         raise
@@ -187,7 +193,9 @@ def call_reward(function, name, rows, given, lengths=None):
         number = checked.index(None)
         where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-        raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
+        raise InputError(
+            f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}, as float32 has"
+        )
     return checked, checked_columns(name, others, len(rows))
 
 
@@ -216,5 +224,5 @@ def floats(value, count=None):
         numbers = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
         return None
-    is_right = numbers.shape in ((), (count,)) and numbers.sum().isfinite()
+    is_right = numbers.shape in ((), (count,)) and numbers.sum().abs() <= torch.finfo(torch.float32).max
     return numbers.tolist() if is_right else None

@@ -26,6 +26,8 @@ FILE_KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")  # also with .gz, b
 
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
 
+WORDS = {"true": True, "false": False, "": None}  # cells in such columns
+
 # columns that a chat template renders
 CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs"}
 
@@ -126,22 +128,33 @@ def read_rows(name):
     if kind == ".csv":
         return rows_of_csv(text)
     if kind == ".txt":
-        return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None)]
+        return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None) if line.strip()]
     return rows_of_json(text)
 
 
 def rows_of_json(text):
     """The rows of a list, or of lines with a row in each."""
+    load = partial(json.loads, strict=False, object_pairs_hook=without_twins)
     if text.lstrip().startswith("["):
-        return json.loads(text, strict=False)
+        return load(text)
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():
-                rows.append(json.loads(line, strict=False))
+                rows.append(load(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number} is not valid JSON: {error.msg}, column {error.colno}") from None
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
     return rows
+
+
+def without_twins(pairs):
+    """A JSON object as a dict, which would keep the last of two values of a key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(found)} stands twice")
+    return found
 
 
 def rows_of_csv(text):
@@ -155,8 +168,9 @@ def rows_of_csv(text):
         raise ValueError("its first line has fewer names than the rows have cells")
     rows = table.to_dict("records")
     for row, column in itertools.product(rows, NUMBERS & {*table}):
+        cell = row[column].strip()
         with suppress(ValueError, SyntaxError):
-            row[column] = ast.literal_eval(row[column].strip().title() or "None")
+            row[column] = WORDS[cell.lower()] if cell.lower() in WORDS else ast.literal_eval(cell)
     return rows
 
 

@@ -190,8 +190,9 @@ class Run:
         for name, model in models.items():
             if commit := identity.hub_commit(model, self.args.revision if name == "model" else None):
                 self.inputs[flag_of(name)] = commit
-        weights = {f"{flag_of(name)} (weights)": identity.weight_sum(model) for name, model in models.items() if model}
-        own = self.inputs | weights
+        own = dict(self.inputs)
+        for name, model in models.items():
+            own[f"{flag_of(name)} (weights)"] = model and str(identity.weight_sum(model))
         for other in gather_list([own]):
             differing = ", ".join(name for name in own if own[name] != other.get(name))
             if differing:

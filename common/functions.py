@@ -77,6 +77,7 @@ def loading(flag, name):
     from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
+    transformers_logging.set_verbosity_warning()
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(library_warnings)

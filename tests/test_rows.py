@@ -293,7 +293,8 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     """Of 32 positions, which the response shares with the prompt, or in an encoder-decoder has for itself."""
     rows = [{"prompt": "b"}, {"prompt": prompt}]
     if result.startswith("row"):
-        with refused(f"--dataset {result} and --max-new-tokens {new_tokens} exceed the model's 32 positions "):
+        how = "[(]in ppo.py and grpo.py, --max-prompt-length" if new_tokens < 32 else "[(]give fewer[)]"
+        with refused(f"--dataset {result} and --max-new-tokens {new_tokens} exceed the model's 32 positions {how}"):
             encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
         return
     found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
@@ -695,6 +696,27 @@ def test_arguments_of_tool_calls_become_mappings():
         message = answer("b") | {"tool_calls": [{"type": "function", "function": function}]}
         assert chat_text(tokenizer, [user("a"), message], {}, "row") == "ab" + text
         assert function["arguments"] == arguments  # the row is as it was
+
+
+@pytest.mark.parametrize("bad", ["\ufdd0", "\ud800"], ids=ascii)
+def test_a_chat_that_is_no_text_is_refused(chatty, bad):
+    """The mark of chats would cut the row, and no tokenizer takes half a surrogate pair; in messages and in tools."""
+    one = {"prompt": [AB], "completion": [CD]}
+    said = refused("--dataset row 2 must be valid text: it holds half a surrogate pair or U[+]FDD0")
+    for row in (one | {"completion": [answer(f"c{bad}d")]}, one | {"prompt": [user(bad)]}):
+        with said:
+            list(encode_segments([one, row], chatty, "--dataset"))
+    with said:
+        encode_prompts([one, one | {"tools": [{"name": bad}]}], chatty, 5, 99, "--dataset")
+    sides = {"chosen": [AB, CD], "rejected": [AB, F]}
+    with refused("--dataset row 1, chosen must be valid text"):
+        pair_texts([sides | {"rejected": [AB, answer(bad)]}], chatty, "--dataset")
+    assert len(list(encode_segments([one | {"completion": [answer("\ufdd1")]}], chatty, "--dataset"))) == 1
+
+
+def test_empty_prompts_are_counted(letters, capsys):
+    encode_prompts([{"prompt": text} for text in ("", "a", "")], letters, 5, 99, "--dataset")
+    assert capsys.readouterr().out == "--dataset: 2 of 3 prompts are empty; they become the beginning token\n"
 
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -91,22 +91,23 @@ def test_weights_that_the_model_does_not_have_are_said(tiny_dirs, tmp_path, caps
     and a reward model; the head that a new one replaces is no news."""
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(12) for i in range(2)}
     biased = with_more(tiny_dirs["llama"], tmp_path / "biased", **bias)
-    said = "warning: {}: {} weights of its files have no place in the model: {}"
-    names = "model.layers.0.self_attn.q_proj.bias, model.layers.1.self_attn.q_proj.bias"
+    said = (
+        f"warning: {biased} holds 2 weights that are no part of its model: model.layers.0.self_attn.q_proj.bias, model"
+    )
     short_sft(biased, tmp_path / "sft")
-    assert said.format("--model", 2, names) in capsys.readouterr().out
+    assert said in capsys.readouterr().out
     short_ppo(tiny_dirs["llama"], tmp_path / "ppo", ref_model=biased)
-    assert said.format("--ref-model", 2, names) in capsys.readouterr().out
+    assert said in capsys.readouterr().out
     args = reward.Args(model=tiny_dirs["llama"], dataset=[])
     reward.load_classifier(args, tiny_dirs["llama"])
-    assert "no place" not in capsys.readouterr().out
+    assert "holds" not in capsys.readouterr().out
     lm, tokenizer, _ = reward.load_classifier(args, biased)
-    assert said.format("--model", 2, names) in capsys.readouterr().out
+    assert "holds 2 weights" in capsys.readouterr().out
     lm.save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
     judge = with_more(tmp_path / "judge", tmp_path / "more", v_head=torch.ones(3))
     RewardModel(ppo.Args(model="none", dataset=[], reward=judge), lm)
-    assert said.format("--reward", 1, "v_head") in capsys.readouterr().out
+    assert f"warning: {judge} holds 1 weights that are no part of its model: v_head" in capsys.readouterr().out
 
 
 def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypatch):
@@ -141,7 +142,7 @@ def test_directories_without_a_language_model(tmp_path):
 def test_a_stop_string_that_the_tokenizer_cannot_write_is_said(gpt2_dir, capsys):
     for stop, said in ((("a", "b}"), 1), (("a",), 0)):
         load_model(ppo.Args(model="none", dataset=[], reward=more_vowels, stop=stop), gpt2_dir)
-        assert capsys.readouterr().out.count("--stop: 1 of 2 texts have parts") == said
+        assert capsys.readouterr().out.count("--stop: 1 of 2 texts have characters") == said
 
 
 LINES = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]

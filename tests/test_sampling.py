@@ -1,5 +1,7 @@
 """The decode loop of rollouts and evaluations, and the texts it makes: `python -m pytest tests/test_sampling.py`
 
+`draw` against softmax over a grid of uniforms; `generate` and `respond` against a slow loop of this file: one row at
+a time, the whole sequence through the model for every token, neither cache nor padding, and the inverse CDF in Python.
 In float64, where another layout of the same work gives the same tokens.
 """
 
@@ -116,7 +118,7 @@ def slow_draw(logits, u, temperature):
 
 @torch.no_grad()
 def slow_sample(lm, query, row_uniforms, temperature):
-    """The response to one query (ids): the whole sequence through the model for every token."""
+    """The response (ids) to one query (ids)."""
     ids = []
     for u in row_uniforms.tolist():
         if lm.config.is_encoder_decoder:
@@ -172,7 +174,8 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
         pad_is_eos(letters)
     plain = build_any(kind, build_model)
     lm = as_decoder(copy.deepcopy(plain)) if kind == "t5" else plain
-    queries = prompts(5, 1, 3, 11, 2, 7, 1)
+    random = np.random.default_rng(0)
+    queries = [random.integers(0, 21, length).tolist() for length in (5, 1, 3, 11, 2, 7, 1)]
 
     def wholes(name, number):
         draws = keyed_uniforms(1, name, number, list(range(7)), 13)

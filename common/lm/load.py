@@ -12,7 +12,7 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
-from common.lm.tokens import tell_unknown_tokens
+from common.lm.tokens import tell_unknown
 from common.report import screen
 
 
@@ -35,11 +35,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        model, missing, unexpected = load_weights(auto_class, path, revision, **keywords)
+        model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
-        if unexpected:
-            names = ", ".join(unexpected[:3])
-            screen.say(f"warning: {flag}: {len(unexpected)} weights of its files have no place in the model: {names}")
         for adapter in getattr(model, "peft_config", {}).values():
             is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
             if not is_plain or adapter.trainable_token_indices:  # transformers reads the rows of these tokens wrongly
@@ -69,11 +66,10 @@ def load_tokenizer(args, path, revision):
 
 
 def load_weights(auto_class, path, revision=None, **keywords):
-    """(model, names of weights missing from the files, of weights in them that it lacks), sorted. Puts an adapter on
-    its base: from_pretrained would ask the base's repository for the adapter's revision, and would not report weights
-    missing from the base."""
+    """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
+    the base's repository for the adapter's revision, and would not report weights missing from the base."""
     if not isinstance(path, str):
-        return path, [], []
+        return path, []
     import transformers
 
     base, base_revision = adapter_base(path, revision)
@@ -96,7 +92,10 @@ def load_weights(auto_class, path, revision=None, **keywords):
         model.stored_layers = [name for name in came if not re.search("lora_|modules_to_save", name)]
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-    return model, sorted(missing), sorted(unexpected)
+    if unexpected:
+        names = ", ".join(sorted(unexpected))
+        screen.say(f"warning: {path} holds {len(unexpected)} weights that are no part of its model: {names:.200}")
+    return model, sorted(missing)
 
 
 def repaired(model, args):
@@ -129,7 +128,7 @@ def load_model(args, path, flag="--model"):
         raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
-    tell_unknown_tokens(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
+    tell_unknown(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:
@@ -152,7 +151,7 @@ def load_lm(args, path, device):
 
 def load_decoder(directory, **options):
     """The language model in a directory, as the scripts call it. options go to from_pretrained."""
-    model, *_ = load_weights("AutoModelForCausalLM", str(directory), **options)
+    model, _ = load_weights("AutoModelForCausalLM", str(directory), **options)
     return as_decoder(model)
 
 

@@ -729,13 +729,13 @@ def test_a_chat_that_is_no_text_is_refused(chatty, bad):
     said = refused("--dataset row 2 must be valid text: it holds half a surrogate pair or U[+]FDD0")
     for row in (one | {"completion": [answer(f"c{bad}d")]}, one | {"prompt": [user(bad)]}):
         with said:
-            list(encode_segments([one, row], chatty, "--dataset"))
+            list(sft.encode_segments([one, row], chatty, "--dataset"))
     with said:
         encode_prompts([one, one | {"tools": [{"name": bad}]}], chatty, 5, 99, "--dataset")
     sides = {"chosen": [AB, CD], "rejected": [AB, F]}
     with refused("--dataset row 1, chosen must be valid text"):
         pair_texts([sides | {"rejected": [AB, answer(bad)]}], chatty, "--dataset")
-    assert len(list(encode_segments([one | {"completion": [answer("\ufdd1")]}], chatty, "--dataset"))) == 1
+    assert len(list(sft.encode_segments([one | {"completion": [answer("\ufdd1")]}], chatty, "--dataset"))) == 1
 
 
 def test_empty_prompts_are_counted(letters, capsys):

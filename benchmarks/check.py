@@ -324,34 +324,29 @@ def draw_images(name, figure):
 # ---- Blocks of documents --------------------------------------------------------------------------------------------
 
 
-def ends_and_minutes(name, variant):
-    """Cells of README.md: the mean first score, the last one with its interval, and the minutes of the runs."""
+def before_and_after_of(words, name, variant):
+    """A cell of README.md: the mean score before training, and that after it as in the claim's table."""
     histories = []
     for records in tables.curves(name)[variant].values():
         histories.append(tables.history(records, CLAIMS[name].score_of(variant)))
-    stored = [run for run in tables.stored_runs(name) if run["variant"].removesuffix(TWIN) == variant]
-    minutes = [float(run["seconds"]) / 60 for run in stored]
-    first = f"{mean(values[0] for values in histories):.2f}"
-    last = tables.average([values[-1] for values in histories])
-    return [first, f"{last}, {len(histories)} seeds", f"{min(minutes):.1f} to {max(minutes):.1f}"]
+    before = mean(values[0] for values in histories)
+    return f"{words} {before:.2f} → {tables.average([values[-1] for values in histories])}"
 
 
 def summary():
-    """README.md's table of the embedded tasks."""
+    """The table of README.md."""
     rows = []
     for script, (paper, task, name, variant, reference) in SUMMARY.items():
         lines = len((tables.ROOT / "algos" / script).read_text().splitlines())
-        rows.append([f"[{script}](algos/{script})", paper, str(lines), f"[{task}](benchmarks/curves/{name}/README.md)"])
-        first, last, minutes = ends_and_minutes(name, variant)
-        rows[-1] += [first, last, reference, minutes]
-    heads = ["script", "paper", "lines", "task and score", "before", "after", "to compare with", "minutes"]
+        pretrained = [before_and_after_of(*of) for of in PRETRAINED.get(script, [])]
+        stored = [run for run in tables.stored_runs(name) if run["variant"].removesuffix(TWIN) == variant]
+        minutes = [float(run["seconds"]) / 60 for run in stored]
+        task = f"[{task}](benchmarks/curves/{name}/README.md)"
+        cells = ["<br>".join(pretrained) or "-", f"{before_and_after_of(task, name, variant)}; {reference}"]
+        cells.append(f"{min(minutes):.1f} to {max(minutes):.1f}")
+        rows.append([f"[{script}](algos/{script})", paper, str(lines), *cells])
+    heads = ["script", "paper", "lines", "SmolLM2-135M: before → after", "its small task: before → after", "minutes"]
     return tables.markdown(heads, rows)
-
-
-def pretrained():
-    """README.md's table of a pretrained model."""
-    rows = [[script, words, *ends_and_minutes(name, variant)] for script, words, name, variant in PRETRAINED]
-    return tables.markdown(["script", "task and score", "before", "after", "minutes"], rows)
 
 
 def csv_table(file):
@@ -388,7 +383,6 @@ def blocks():
     """[(document, name in its marks, function -> lines between them)]"""
     listed = [
         ("README.md", "summary", summary),
-        ("README.md", "pretrained", pretrained),
         ("README.md", "speed", throughput.quoted),
         ("tests/README.md", "faults", tried_cases),
         ("benchmarks/faults/README.md", "cases", functools.partial(csv_table, CASES)),

@@ -55,7 +55,7 @@ CLAIMS = {
         table={"eval/illegal": "illegal walks", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy"},
     ),
     "chain-randomwalks": Claim(
-        title="The chain on random walks: SFT, then a reward model and PPO with it, or DPO",
+        title="SFT, then a reward model and PPO with it, or SFT, then DPO, on random walks",
         score="eval/optimality",
         lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         bars=[
@@ -325,24 +325,23 @@ CLAIMS = {
     ),
 }
 
-WALKS = "walks: optimality"
 CHAIN = "chain-randomwalks"
-SUMMARY = {  # script: paper, task and score, claim, variant, what the score is compared with
-    "sft.py": ("maximum likelihood", WALKS, "sft-randomwalks", "default", "the data 0.3515"),
-    "ppo.py": ("Schulman et al. 2017", WALKS, "ppo-randomwalks", "default", "optimum 1"),
-    "grpo.py": ("Shao et al. 2024", "sums: accuracy", "grpo-sums", "default", "all right 1"),
-    "ilql.py": ("Snell et al. 2022", WALKS, "ilql-randomwalks", "default", "optimum 1"),
-    "reward.py": ("Ouyang et al. 2022", "pairs of walks: accuracy", CHAIN, "reward", "the shorter wins 0.5"),
-    "dpo.py": ("Rafailov et al. 2023, Azar et al. 2023", "pairs of walks: optimality", CHAIN, "dpo", "optimum 1"),
-    "ddpo.py": ("Black et al. 2023", "shapes: minus kB of the JPEG", "ddpo-shapes", "default", "the start"),
+SUMMARY = {  # script: paper, small task, claim, variant, what the score is compared with
+    "sft.py": ("maximum likelihood", "walks", "sft-randomwalks", "default", "the data 0.3515"),
+    "ppo.py": ("Schulman et al. 2017", "walks", "ppo-randomwalks", "default", "optimum 1"),
+    "grpo.py": ("Shao et al. 2024", "sums", "grpo-sums", "default", "all right 1"),
+    "ilql.py": ("Snell et al. 2022", "walks", "ilql-randomwalks", "default", "optimum 1"),
+    "reward.py": ("Ouyang et al. 2022", "pairs of walks", CHAIN, "reward", "the shorter wins 0.5"),
+    "dpo.py": ("Rafailov et al. 2023, Azar et al. 2023", "walks", CHAIN, "dpo", "optimum 1"),
+    "ddpo.py": ("Black et al. 2023", "minus kB of images", "ddpo-shapes", "default", "rewards shuffled -1.113"),
 }
-PRETRAINED = [  # script, task and score, claim, variant
-    ("grpo.py", "sums as text: right", "smollm2-answers", "sums"),
-    ("grpo.py", "sums as chats: right", "smollm2-answers", "chat-sums"),
-    ("grpo.py", "questions in chats, LoRA: right", "smollm2-answers", "colors"),
-    ("sft.py", "film reviews: sentiment", "smollm2-reviews", "sft"),
-    ("dpo.py", "film reviews: sentiment", "smollm2-reviews", "dpo"),
-    ("ppo.py", "film reviews: sentiment", "smollm2-reviews", "ppo"),
-    ("reward.py", "pairs of film reviews: accuracy", "smollm2-reviews", "reward"),
-    ("ilql.py", "film reviews: sentiment at beta 4", "smollm2-reviews", "ilql"),
-]
+ANSWERS = "smollm2-answers"
+REVIEWS = "smollm2-reviews"
+PRETRAINED = {  # script: [(task, claim, variant)]
+    "sft.py": [("reviews", REVIEWS, "sft")],
+    "ppo.py": [("reviews", REVIEWS, "ppo")],
+    "grpo.py": [("sums", ANSWERS, "sums"), ("sums in chats", ANSWERS, "chat-sums"), ("questions", ANSWERS, "colors")],
+    "ilql.py": [("reviews", REVIEWS, "ilql")],
+    "reward.py": [("pairs", REVIEWS, "reward")],
+    "dpo.py": [("reviews", REVIEWS, "dpo")],
+}

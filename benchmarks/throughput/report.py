@@ -125,6 +125,8 @@ def quoted():
     columns = {"AMD EPYC, AVX512": 1, "AMD EPYC, AVX2": 3, "NVIDIA H100 80GB HBM3": 4}
     rows = {}
     for title, _, device, _, _, times, of_defaults in compared():
+        if "layers" in title:
+            continue
         cells = rows.setdefault(title, [title, "", "", "", ""])
         cells[columns[device]] = spread(times)
         if device == "AMD EPYC, AVX512":

@@ -56,6 +56,7 @@ from common.lm.tokens import (
     int32,
     num_labels,
     split_rows,
+    tell_unknown,
     tell_untrained_end,
     tokenize,
 )
@@ -280,6 +281,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     heads = tokenize(tokenizer, prompt_texts, not chat, end="template")
     chosen_ids = tokenize(tokenizer, chosen_texts, not chat, end)
     rejected_ids = tokenize(tokenizer, rejected_texts, not chat, end)
+    tell_unknown(tokenizer, map(list.__add__, chosen_ids, rejected_ids), flag)
     bos = tokenizer.bos_token_id
     pairs = []
     prompts_cut = 0
@@ -423,8 +425,7 @@ class Reference:
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
-    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
+    """`count` row numbers from position `start` of an endless stream: a keyed permutation of all rows for each pass."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -444,8 +445,7 @@ def make_optimizer(model, args):
 
 
 def learning_rate(peak, step, total_steps, args):
-    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
-    constant."""
+    """The rate of optimizer step `step`, counted from 0: warm-up to the peak, decay to --lr-final, then constant."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":

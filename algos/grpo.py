@@ -86,7 +86,7 @@ class Args(RunArgs, ModelArgs):
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token,
     which is summed, or {"score": these, name: further columns to log}. Or the directory or hub id of a sequence
     classifier (with :label if it has several) or of a LoRA adapter for one. Without it, only the KL to --ref-model is
-    trained (algos/README.md, "Distillation")."""
+    trained (algos/README.md, "Distillation"). outputs keep special tokens that neither begin, end nor pad."""
     total_episodes: Count = 65536
     """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count | None = None
@@ -460,8 +460,7 @@ def rollout_metrics(episodes, scores, args):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
-    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
+    """`count` row numbers from position `start` of an endless stream: a keyed permutation of all rows for each pass."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -481,8 +480,7 @@ def make_optimizer(model, args):
 
 
 def learning_rate(peak, step, total_steps, args):
-    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
-    constant."""
+    """The rate of optimizer step `step`, counted from 0: warm-up to the peak, decay to --lr-final, then constant."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":

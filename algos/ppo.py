@@ -80,7 +80,7 @@ class Args(RunArgs, ModelArgs):
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
-    it has several) or of a LoRA adapter for one."""
+    it has several) or of a LoRA adapter for one. outputs keep special tokens that neither begin, end nor pad."""
     total_episodes: Count = 65536
     """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count | None = None
@@ -619,8 +619,7 @@ def rollout_metrics(episodes, raw_scores, scores, rewards, kl_coef):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
-    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
+    """`count` row numbers from position `start` of an endless stream: a keyed permutation of all rows for each pass."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -640,8 +639,7 @@ def make_optimizer(model, args):
 
 
 def learning_rate(peak, step, total_steps, args):
-    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
-    constant."""
+    """The rate of optimizer step `step`, counted from 0: warm-up to the peak, decay to --lr-final, then constant."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":

@@ -49,7 +49,7 @@ from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
 from common.lm.load import load_pretrained
 from common.lm.logprobs import compute_pairs
 from common.lm.structure import can_pack, freeze, max_positions
-from common.lm.tokens import in_lines, int32, split_rows
+from common.lm.tokens import in_lines, int32, split_rows, tell_unknown
 from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -183,6 +183,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
     chats = is_chat(rows, ["chosen"])
     chosen_ids = classifier_ids(tokenizer, chosen_texts, ended, chats)
     rejected_ids = classifier_ids(tokenizer, rejected_texts, ended, chats)
+    tell_unknown(tokenizer, map(list.__add__, chosen_ids, rejected_ids), flag)
     kept = []
     pairs = []
     too_long = 0
@@ -220,8 +221,7 @@ def pair_scores(model, packing, pairs):
 
 
 def draw_rows(seed, num_rows, start, count):
-    """Row numbers from position `start` of an endless stream: keyed permutations of all rows, one for each pass
-    over the data, joined end to end. No pass has a short last batch, and no earlier position needs to be drawn."""
+    """`count` row numbers from position `start` of an endless stream: a keyed permutation of all rows for each pass."""
     epochs = range(start // num_rows, (start + count - 1) // num_rows + 1)
     rows = np.concatenate([rng(seed, "data", epoch).permutation(num_rows) for epoch in epochs])
     return rows[start % num_rows :][:count].tolist()
@@ -241,8 +241,7 @@ def make_optimizer(model, args):
 
 
 def learning_rate(peak, step, total_steps, args):
-    """The rate of optimizer step `step`, counted from 0: a linear warm-up to the peak, a decay to --lr-final, then
-    constant."""
+    """The rate of optimizer step `step`, counted from 0: warm-up to the peak, decay to --lr-final, then constant."""
     if step < args.warmup_steps:
         return peak * (step + 1) / args.warmup_steps
     if args.lr_schedule == "constant":

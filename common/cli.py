@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import math
 import os
@@ -85,7 +86,7 @@ def read_config(path, args_class, skips_unknown=False):
     """The words of a command line that do what a YAML file of flags says; the file may also lie in the repository.
     Values stay texts, because tyro knows the types: PyYAML would read `1e-3` as a text and `off` as False."""
     try:
-        text = Path(spec_path(path) or path).read_text()
+        text = Path(spec_path(path) or path).read_text(encoding="utf-8")
         entries = [(flag_of(name.value), node) for name, node in yaml.compose(text).value]
     except Exception as error:  # of the file and of PyYAML
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
@@ -109,7 +110,7 @@ def read_config(path, args_class, skips_unknown=False):
 def foreign_names(words, args_class, script):
     """A sentence for each flag that only a row of algos/MIGRATION.md knows; the script's own section comes first."""
     page = ROOT / "algos/MIGRATION.md"
-    text = page.read_text() if page.exists() else ""  # a script in a single file has no such page
+    text = page.read_text(encoding="utf-8") if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
     said = {}
     for title in dict.fromkeys([f"{script}.py", "Every script", *sections]):
@@ -118,8 +119,15 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
+    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    unknown = given - known
+    sentences = [
+        f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())
+    ]
+    for flag in sorted(unknown - said.keys()):  # tyro knows what is like a flag of ours
+        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
+            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says of {near}: {said[near]}")
+    return sentences
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -50,18 +52,34 @@ def adapter_base(path, revision=None):
 
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
-        config = json.loads(Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text())
+        config = json.loads(
+            Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text(encoding="utf-8")
+        )
     return config.get("base_model_name_or_path"), config.get("revision")
+
+
+class LibraryWarnings(logging.Handler):
+    """Prints warnings of transformers, but for its table of weights: `load_weights` says what is left out."""
+
+    def emit(self, record):
+        text = record.getMessage()
+        if "LOAD REPORT" not in text:
+            screen.say(f"{record.levelname.lower()}: {text}")
+
+
+library_warnings = LibraryWarnings()
 
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, libraries are quiet, and an exception becomes an InputError with its message."""
-    from transformers.utils import logging
+    """Inside, an exception becomes an InputError with its message. From here on, libraries show no bars of theirs, and
+    their warnings are printed in the first process of all."""
+    from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(library_warnings)
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
         if is_path and not spec_path(name):  # the libraries would take it for a name of the hub
@@ -78,6 +96,8 @@ def read_options(words, where):
     """{key: value} of words `key=value`. YAML reads the values: 3, true, 1.0e-3, or a text."""
     stop_if([f"{where}: expected key=value, not {word}" for word in words if "=" not in word])
     pairs = [word.split("=", 1) for word in words]
+    keys = [key.strip() for key, _ in pairs]
+    stop_if([f"{where}: {key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1])
     return {key.strip(): yaml.safe_load(value) for key, value in pairs}
 
 
@@ -146,7 +166,8 @@ def call_function(function, name, rows, given):
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         if inspect.iscoroutine(result):
-            result = event_loop().run_until_complete(result)
+            with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own in this thread
+                result = pool.submit(event_loop().run_until_complete, result).result()
     except Exception as error:
         error.add_note(f"in a call of {name}")  # a traceback says it last
         raise
@@ -172,7 +193,9 @@ def call_reward(function, name, rows, given, lengths=None):
         number = checked.index(None)
         where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-        raise InputError(f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}")
+        raise InputError(
+            f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}, as float32 has"
+        )
     return checked, checked_columns(name, others, len(rows))
 
 
@@ -201,5 +224,5 @@ def floats(value, count=None):
         numbers = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
         return None
-    is_right = numbers.shape in ((), (count,)) and numbers.sum().isfinite()
+    is_right = numbers.shape in ((), (count,)) and numbers.float().isfinite().all()
     return numbers.tolist() if is_right else None

@@ -81,10 +81,12 @@ def sha256(*paths):
 
 def files_of_flag(value):
     """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an option
-    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset)."""
+    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset); of one
+    that an option names, none, since the function may write there."""
     text = str(value) if isinstance(value, str | Path) else ""
-    specs = [text, text.rpartition(":")[0], *re.split("[,=]", text)]  # also without a classifier's label
-    files = []
+    specs = [text, text.rpartition(":")[0], *text.split(",")]  # also without a classifier's label
+    options = re.findall(r"=([^,]*\w[^,]*)", text)
+    files = [path for path in map(spec_path, map(str.strip, options)) if path and path.is_file()]
     for path in dict.fromkeys(spec_path(spec.strip()) for spec in specs if re.search(r"\w", spec)):
         if path and path.is_dir():
             found = [*path.glob("*"), *path.glob("*/*")]
@@ -151,17 +153,30 @@ def hub_commit(model, revision):
 
 
 def digest(value):
-    """A hash of rows, token ids and labels in lists, dicts and dataclasses. Of other objects the type counts."""
-
-    def plain(part):
-        if isinstance(part, array):
-            return hashlib.sha256(part).hexdigest()
-        return vars(part) if dataclasses.is_dataclass(part) else type(part).__name__
-
+    """A hash of rows, token ids and labels: the same in every process and run for equal values."""
     total = hashlib.sha256()
     for part in value.items() if isinstance(value, dict) else value:
-        total.update(json.dumps(part, default=plain, skipkeys=True).encode())
+        total.update(repr(plain(part)).encode(errors="backslashreplace"))
     return total.hexdigest()[:16]
+
+
+def plain(value):
+    """What tells a value from others by its repr. Of an object whose repr has its place in memory, the type counts."""
+    if isinstance(value, array):
+        return hashlib.sha256(value).hexdigest()
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return [(plain(key), plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, map(plain, value)))
+    if not isinstance(value, PLAIN) and " at 0x" in repr(value):
+        return type(value).__name__
+    return value
 
 
 def environment(accelerator):

@@ -45,7 +45,8 @@ class Screen:
         """Shows a new activity with `total` units to do; `advance` counts them."""
         if self.progress:
             self.progress.remove_task(self.part)
-            self.part = self.progress.add_task(" | ".join(filter(None, [self.headline, activity])), total=total or None)
+            text = visible(" | ".join(filter(None, [self.headline, activity])))
+            self.part = self.progress.add_task(text, total=total or None)
 
     def advance(self, count):
         if self.progress:
@@ -168,7 +169,7 @@ def model_card(env, names, records, samples, usage):
     for name in dict.fromkeys(names):
         if curve := points(records, name):
             (first_step, first), (last_step, last) = curve[0], curve[-1]
-            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
+            numbers.append(f"- `{visible(name)}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
     shown = [*newest.values()][:3]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())

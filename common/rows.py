@@ -15,7 +15,7 @@ import fsspec
 
 from common.errors import InputError
 from common.functions import accepted, build, call_metric, call_reward, load_function, spec_path
-from common.report import screen
+from common.report import screen, visible
 
 # Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
 TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
@@ -25,6 +25,11 @@ ROLLOUT_ARGUMENTS = ("sample", "prompt_ids", "prompts", "tokenizer", "seeds", "m
 FILE_KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")  # also with .gz, but for the last
 
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
+
+WORDS = {"true": True, "false": False, "": None}  # cells in such columns
+
+# half a surrogate pair, which no tokenizer takes, and two code points that are no characters: one marks places in chats
+NO_TEXT = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
 
 # columns that a chat template renders
 CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs"}
@@ -82,6 +87,8 @@ def load_rows(data, flag):
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
+        if wrong := NO_TEXT.search(json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda part: None)):
+            raise InputError(f"{flag} row {number} holds {visible(wrong[0])}, which must not be in a valid text")
     if isinstance(data, list | tuple) or (isinstance(source, str) and ".json" in source):
         return rows  # which are as they stand there; others may come from Arrow
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]
@@ -126,22 +133,33 @@ def read_rows(name):
     if kind == ".csv":
         return rows_of_csv(text)
     if kind == ".txt":
-        return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None)]
+        return [{"text": line.rstrip("\n")} for line in io.StringIO(text, newline=None) if line.strip()]
     return rows_of_json(text)
 
 
 def rows_of_json(text):
     """The rows of a list, or of lines with a row in each."""
+    load = partial(json.loads, strict=False, object_pairs_hook=without_twins)
     if text.lstrip().startswith("["):
-        return json.loads(text, strict=False)
+        return load(text)
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
             if line.strip():
-                rows.append(json.loads(line, strict=False))
+                rows.append(load(line))
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number} is not valid JSON: {error.msg}, column {error.colno}") from None
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
     return rows
+
+
+def without_twins(pairs):
+    """A JSON object as a dict, which would keep the last of two values of a key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"one of the keys {', '.join(found)} stands twice")
+    return found
 
 
 def rows_of_csv(text):
@@ -155,8 +173,9 @@ def rows_of_csv(text):
         raise ValueError("its first line has fewer names than the rows have cells")
     rows = table.to_dict("records")
     for row, column in itertools.product(rows, NUMBERS & {*table}):
+        cell = row[column].strip()
         with suppress(ValueError, SyntaxError):
-            row[column] = ast.literal_eval(row[column].strip().title() or "None")
+            row[column] = WORDS[cell.lower()] if cell.lower() in WORDS else ast.literal_eval(cell)
     return rows
 
 

@@ -1,8 +1,4 @@
-"""python -m pytest tests/test_accelerate_configs.py
-
-The launcher's files for GPUs, as far as a CPU can tell: accelerate's own loader, launcher and FSDP plugin read what is
-meant. No GPU has run them.
-"""
+"""The launcher's files for GPUs, as far as a CPU can tell: `python -m pytest tests/test_accelerate_configs.py`"""
 
 import pytest
 from accelerate import DistributedType, FullyShardedDataParallelPlugin

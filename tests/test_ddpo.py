@@ -1,6 +1,5 @@
 """Denoising diffusion policy optimisation: `python -m pytest tests/test_ddpo.py`
 
-The sampler against diffusers' scheduler and pipeline; the rest of the maths against hand numbers and slow definitions.
 Runs of main: test_ddpo_runs.py.
 """
 
@@ -403,9 +402,8 @@ def test_grid():
     draws = np.random.default_rng(0).integers(0, 256, (99, 3, 5, 11), dtype=np.uint8)
     height = 55 + 2 * ddpo.TEXT_HEIGHT
     for count, rows in ((9, 2), (99, 12)):
-        pixels = np.asarray(
-            ddpo.grid(torch.from_numpy(draws[:count]), ["ÄÉ gj\npqy|" * 40] * count, [-1234.5678] * count)
-        )
+        texts = ["ÄÉ gj\npqy|" * 40] * count
+        pixels = np.asarray(ddpo.grid(torch.from_numpy(draws[:count]), texts, [-1234.5678] * count))
         assert pixels.shape == (rows * height, 8 * 121, 3)
         for i in range(8 * rows):
             tile = pixels[i // 8 * height :][:height, i % 8 * 121 :][:, :121]

@@ -1,7 +1,4 @@
-"""Whole runs of algos/ddpo.py: `python -m pytest tests/test_ddpo_runs.py`
-
-Runs are in-process, on a random pipeline of 8 x 24 pixels.
-"""
+"""Whole runs of algos/ddpo.py: `python -m pytest tests/test_ddpo_runs.py`"""
 
 import json
 import math
@@ -45,11 +42,8 @@ def unet(pipeline):
 
 
 @pytest.fixture(scope="module")
-def tiny(build_pipeline, tmp_path_factory):
-    """Directory of a random pipeline."""
-    folder = tmp_path_factory.mktemp("tiny") / "pipeline"
-    build_pipeline().save_pretrained(folder)
-    return str(folder)
+def tiny(work):
+    return str(work / "pipeline")
 
 
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction", "sample"])
@@ -200,8 +194,7 @@ def test_evaluations_are_of_the_same_noise(tiny, tmp_path):
 
 
 def test_adapters_go_on(tiny, tmp_path):
-    """A checkpoint holds them alone, and the rewards of prompts. A longer run is the same from there as from the
-    start."""
+    """A checkpoint holds them alone, and the rewards of prompts. A longer run goes on as from its start."""
     flags = {"lora_r": 2, "stat_buffer_size": 8}
     _, short = run_ddpo(tiny, tmp_path / "short", num_epochs=1, **flags)
     saved = weights(newest(short))

@@ -11,6 +11,7 @@ import sys
 import pytest
 from harness import ROOT, at, by_default, command
 from helpers import log
+from test_ppo_modes import save_classifier
 
 START = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nimport device\ndevice.start("
 
@@ -33,18 +34,8 @@ def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
         assert found == pytest.approx(record, rel=1e-4, abs=1e-5)
 
 
-@pytest.fixture(scope="module")
-def judge(work):
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(work / "model", num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(work / "judge")
-    AutoTokenizer.from_pretrained(work / "model").save_pretrained(work / "judge")
-    return work / "judge"
-
-
 SHORT = {
-    "ppo": "--total-episodes 8 --stop a --num-layers-unfrozen 1 --gradient-checkpointing --reward judge",
+    "ppo": "--total-episodes 8 --stop a --num-layers-unfrozen 1 --gradient-checkpointing --reward judge:good",
     "grpo": "--total-episodes 8 --lora-r 3 --top-k 5 --top-p 0.9 --ratio-level sequence",
     "sft": "--total-steps 2 --packing --lora-r 3",
     "reward": "--total-steps 2 --num-layers-unfrozen 1",
@@ -55,9 +46,10 @@ SHORT = {
 
 
 @pytest.mark.parametrize("algo", SHORT)
-def test_every_script_runs(algo, scripts, work, tmp_path, judge):
-    words = [judge if word == "judge" else word for word in SHORT[algo].split()]
-    on_device(scripts, command(work, algo, tmp_path / "run", *words), tmp_path, exact=algo != "grpo")
+def test_every_script_runs(algo, scripts, work, tmp_path):
+    save_classifier(tmp_path / "judge", "GPT2", "<pad>")
+    argv = command(work, algo, tmp_path / "run", *SHORT[algo].split())
+    on_device(scripts, argv, tmp_path, exact=algo != "grpo")
 
 
 # How many forward passes there are besides, and the waits and copies to the device of each. The wait is transformers',
@@ -77,11 +69,8 @@ UNASKED = "import transformers\ntransformers.PreTrainedModel.warn_if_padding_and
 
 @by_default("ppo", "grpo", "sft")
 def test_waits_and_copies_of_a_micro_batch(algo, scripts, work, tmp_path):
-    if algo in ("ppo", "grpo"):
-        flags = "--total-episodes 8"
-    else:
-        flags = "--num-epochs 1" if algo == "ddpo" else "--total-steps 2"
-    flags += " --eval-every 0 --save-every 0 --micro-batch-size"
+    length = {"ppo": "--total-episodes 8", "grpo": "--total-episodes 8", "ddpo": "--num-epochs 1"}
+    flags = f"{length.get(algo, '--total-steps 2')} --eval-every 0 --save-every 0 --micro-batch-size"
     found = []
     for size in (4, 2):
         argv = command(work, algo, tmp_path / f"run{size}", *flags.split(), size)

@@ -6,6 +6,7 @@ import math
 import weakref
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -85,11 +86,6 @@ def slow_terms(policy, ref, beta):
     return {name: sum(values) / len(values) for name, values in terms.items()}
 
 
-def assert_logged(record, prefix, expected):
-    for name, value in expected.items():
-        assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-
-
 LOSSES = get_args(dpo.Args.__dataclass_fields__["loss_type"].type)
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 
@@ -110,8 +106,7 @@ def test_what_the_loss_refuses():
         with pytest.raises(ValueError, match="shapes differ"):
             dpo.dpo_loss(*inputs, 0.1)
     refused = [("ip", 0.0, "there is no loss ip"), ("exo_pair", 0.0, "label smoothing 0.0 with the loss exo_pair")]
-    for name in set(LOSSES) - set(SMOOTHED):
-        refused.append((name, 0.1, f"label smoothing 0.1 with the loss {name}"))
+    refused += [(name, 0.1, f"label smoothing 0.1 with the loss {name}") for name in set(LOSSES) - set(SMOOTHED)]
     for name, smoothing, sentence in refused:
         with pytest.raises(ValueError, match=sentence):
             loss_of(torch.ones(1), torch.ones(1), name, smoothing)
@@ -237,30 +232,32 @@ def slow_step(model, pairs, reference, beta, coef):
 
 
 @pytest.mark.parametrize(
-    ("named", "precompute", "beta", "coef"),
-    [(False, True, 0.1, 0.0), (False, False, 0.1, 0.7), (True, True, 0.1, 0.0), (True, False, 0.5, 0.7)],
+    ("ref", "precompute", "beta"),
+    [("", True, 0.1), ("", False, 0.1), ("llama", True, 0.1), ("llama", False, 0.5), ("none", True, 0.3)],
 )
-def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, named, precompute, beta, coef):
+def test_every_step_is_the_definition(letters, gpt2_dir, tiny_dirs, tmp_path, ref, precompute, beta):
     """The third step and the evaluation before it, of the pairs' loss alone, from the weights that the second left.
-    Micro-batches do not divide the batch: nothing is a mean of means."""
+    Micro-batches do not divide the batch: nothing is a mean of means. Without a reference, rewards are
+    log-probabilities."""
+    coef = 0.0 if precompute else 0.7
     flags = {"precompute_ref": precompute, "beta": beta, "sft_coef": coef, "micro_batch_size": 3}
     flags |= {"lr_schedule": "constant", "eval_dataset": {"x": ROWS, "y": HELD_OUT}}
-    if named:
-        flags["ref_model"] = tiny_dirs["llama"]
+    flags |= {"ref_model": tiny_dirs.get(ref), "reference_free": ref == "none"}
     _, two = run_dpo(gpt2_dir, tmp_path / "two", total_steps=2, **flags)
     _, three = run_dpo(gpt2_dir, tmp_path / "three", total_steps=3, eval_every=2, **flags)
     _, _, second, third = log(three)
-    reference = reload(flags.get("ref_model", gpt2_dir)).double()
+    reference = reload(tiny_dirs.get(ref, gpt2_dir)).double()
     model = reload(two / "hf_model")
     for rows, record, prefix in ((HELD_OUT, second, "eval/y/"), (ROWS, second, "eval/x/"), (ROWS, third, "")):
         pairs = encode(rows, letters)
         with torch.no_grad():
-            ref_logprobs = slow_logprobs(reference, pairs)
+            ref_logprobs = torch.zeros(2, len(pairs)) if ref == "none" else slow_logprobs(reference, pairs)
             expected = slow_terms(slow_logprobs(model, pairs), ref_logprobs, beta)
         if record is third:
             del expected["loss"]
             expected |= slow_step(model, pairs, ref_logprobs, beta, coef)
-        assert_logged(record, prefix, expected)
+        for name, value in expected.items():
+            assert record[prefix + name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
     assert abs(third["rewards/margins"]) > 0.1
 
 
@@ -268,20 +265,12 @@ def test_the_learning_rate_of_a_continued_run_goes_on(monkeypatch, gpt2_dir, tmp
     """Stopped by an error in the fourth step, which it repeats."""
     flags = {"total_steps": 5, "save_every": 1, "batch_size": 3, "warmup_steps": 2}
     _, whole = run_dpo(gpt2_dir, tmp_path / "whole", **flags)
-    require_finite = dpo.require_finite
-    calls = []
-
-    def stopping(*arguments, **numbers):
-        calls.append(1)
-        if len(calls) == 4:
-            raise ConnectionError("gone")
-        require_finite(*arguments, **numbers)
-
-    monkeypatch.setattr(dpo, "require_finite", stopping)
+    steps = [DEFAULT] * 3 + [ConnectionError] + [DEFAULT] * 2
+    monkeypatch.setattr(dpo, "require_finite", Mock(wraps=dpo.require_finite, side_effect=steps))
     with pytest.raises(ConnectionError):
         run_dpo(gpt2_dir, tmp_path / "run", **flags)
     _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
-    assert len(calls) == 6, "it was continued"
+    assert dpo.require_finite.call_count == 6, "it was continued"
     assert log(run_dir) == log(whole)
 
 
@@ -326,17 +315,6 @@ def test_a_kept_reference_is_released(monkeypatch, gpt2_dir, tmp_path):
         alive.clear()
         run_dpo(gpt2_dir, tmp_path / f"run-{kept}", ref_model=gpt2_dir, precompute_ref=kept)
         assert alive == [not kept] * 3
-
-
-def test_without_a_reference_rewards_are_log_probabilities(gpt2_dir, letters, tmp_path):
-    flags = {"eval_dataset": HELD_OUT, "eval_every": 1, "total_steps": 2, "reference_free": True, "beta": 0.3}
-    _, run_dir = run_dpo(gpt2_dir, tmp_path / "run", **flags)
-    start, _, last = log(run_dir)
-    with torch.no_grad():
-        for directory, record in ((gpt2_dir, start), (run_dir / "hf_model", last)):
-            policy = slow_logprobs(reload(directory).double(), encode(HELD_OUT, letters))
-            assert_logged(record, "eval/", slow_terms(policy, torch.zeros_like(policy), 0.3))
-    assert start["eval/rewards/chosen"] < -0.3
 
 
 def test_one_object_as_policy_and_reference(build_model, letters, tmp_path):

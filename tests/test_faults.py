@@ -157,17 +157,11 @@ def ends_clean(folder, checkpoints=3):
 
 
 NEW, SAME, OTHER = "a new run", "the same command", "another command"
+HOW = [pytest.param(how, marks=pytest.mark.case(number)) for how, number in ((NEW, 2), (SAME, 78), (OTHER, 78))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(NEW, marks=pytest.mark.case(2)),
-        pytest.param(SAME, marks=pytest.mark.case(78)),
-        pytest.param(OTHER, marks=pytest.mark.case(78)),
-    ],
-)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("algo", ALGOS)
 def test_killed_before_each_change_of_a_file(algo, how, ended, scripts, work, whole, tmp_path):
     """A whole run, and the first steps of one that continues, with torn metrics. Another command continues from the
@@ -210,13 +204,7 @@ FAULTS = {
     "evaluation": (None, 3, -9, at("common.run", "Run.samples", 2), ""),
     "model of a checkpoint": ("ppo", 2, -9, at("safetensors.torch", "save_file", 5, tear=True), ""),
     "two interrupts": ("sft", 7, 130, at(*STEP, signal=TWICE), ""),
-    "an error in an update": (
-        "ppo",
-        33,
-        1,
-        at(*STEP, signal=FAIL),
-        "the last step on disk is in run/checkpoints/step_",
-    ),
+    "an error in an update": ("ppo", 33, 1, at(*STEP, signal=FAIL), "last step on disk is in run/checkpoints/step_"),
     "no memory": ("sft", 65, 2, at(*STEP, signal=EXCESS), "out of memory: lower --micro-batch-size"),
     "a full disk in a line": ("sft", 77, 1, at("common.run", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
     "a full disk at the export": ("sft", 21, 2, at("common.run", "Run.finish", 1, signal=NO_ROOM), "too large"),
@@ -320,24 +308,12 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(algo, ended, refused, agai
     again(algo)
 
 
-# The second checkpoint finds no room for a file of more than 3 kB.
-NO_ROOM_FOR_A_CHECKPOINT = f"""{HERE}
-import resource
-import common.checkpoint as c
-original, calls = c.write_checkpoint, 0
-def write(*args):
-    global calls
-    calls += 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000 if calls > 1 else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return original(*args)
-c.write_checkpoint = write
-"""
-
-
 @pytest.mark.case(20)
 @every_script
 def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(algo, run, again, tmp_path):
-    process = run(algo, expect=2, patch=NO_ROOM_FOR_A_CHECKPOINT)
+    """The second checkpoint finds no room."""
+    patch = at("common.checkpoint", "write_checkpoint", 2, signal=NO_ROOM.replace("9000", "3000"))
+    process = run(algo, expect=2, patch=patch)
     assert re.search(r"error: \S+/run/checkpoints/step_\d+ cannot be written: ", process.err)
     assert "the last step on disk is in run/checkpoints/step_" in process.err and "Traceback" not in process.err
     [saved] = (tmp_path / "run/checkpoints").iterdir()
@@ -489,13 +465,6 @@ def test_the_run_directory_is_locked_until_its_process_ends(algo, scripts, work,
 LONGER = {"ppo": ["--total-episodes", "64"], "grpo": ["--total-episodes", "64"], "ddpo": ["--num-epochs", "8"]}
 
 
-@pytest.mark.case(13)
-@every_script
-def test_resume_of_what_is_not_there(algo, refused):
-    message = refused(algo, "new", "--resume", "runs/nope")
-    assert "runs/nope" in message and len(message.strip().splitlines()) == 1
-
-
 @pytest.mark.case(14)
 @every_script
 def test_another_configuration_is_an_error_that_lists_the_differences(algo, ended, refused, work, tmp_path):
@@ -550,20 +519,17 @@ def test_a_finished_run_says_where_it_is(algo, run, whole, tmp_path):
     assert process.err == "" and files(folder) == before
 
 
+@pytest.mark.case(13)
 @pytest.mark.case(18)
+@pytest.mark.case(19)
 @every_script
-def test_a_checkpoint_of_another_script(algo, ended, refused, tmp_path):
+def test_a_checkpoint_that_is_not_there_or_of_another_script_or_version(algo, ended, refused, tmp_path):
+    message = refused(algo, "new", "--resume", "runs/nope")
+    assert "runs/nope" in message and len(message.strip().splitlines()) == 1
     other = ALGOS[(ALGOS.index(algo) + 1) % len(ALGOS)]
     _, steps = ended(other, tmp_path / "other")
     path = f"other/checkpoints/step_{steps[-1]:08d}"
     assert f"--resume {path} is of a run of {other}.py" in refused(algo, "new", "--resume", path)
-
-
-@pytest.mark.case(19)
-@every_script
-def test_a_checkpoint_of_another_version(algo, ended, refused, tmp_path):
-    folder, steps = ended(algo, tmp_path / "source")
-    path = folder / f"checkpoints/step_{steps[-1]:08d}"
     patch = f"{HERE}import common.checkpoint as c\nc.FORMAT = 99"
     assert "another version" in refused(algo, "new", "--resume", path, patch=patch)
 

@@ -1,12 +1,9 @@
-"""The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`
-
-Values and gradients against whole logits in float64. Models that change their logits: test_architectures.py.
-"""
+"""The output layer in chunks is the output layer: `python -m pytest tests/test_forward.py`"""
 
 import peft
 import pytest
 import torch
-from helpers import close, random
+from helpers import close, random, recorded
 from torch import nn
 from torch.testing import assert_close
 
@@ -93,9 +90,8 @@ def check(monkeypatch, model, lm, tolerance=1e-12):
     monkeypatch.setattr(scoring, "in_chunks", watched)
     read = []
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
-    logprobs, states, others = token_logprobs(
-        model, targets, places.flatten().nonzero()[:, 0], 0.7, entropies, input_ids=IDS
-    )
+    kept = places.flatten().nonzero()[:, 0]
+    logprobs, states, others = token_logprobs(model, targets, kept, 0.7, entropies, input_ids=IDS)
     hook.remove()
     assert widths == [H]
     assert torch.equal(states, read[0]) and states.shape == (*IDS.shape, H)
@@ -140,22 +136,11 @@ def test_autocast(monkeypatch, build_model):
     assert types == [torch.bfloat16] and logprobs.dtype == torch.float32
 
 
-class Wrapped(nn.Module):
-    """As DistributedDataParallel wraps a model: it must be called, or gradients would not be averaged."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-        self.calls = 0
-
-    def forward(self, **inputs):
-        self.calls += 1
-        return self.module(**inputs)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])  # tied and not
 def test_wrapped_models(monkeypatch, build_model, kind):
+    """As by DistributedDataParallel: the wrapper must be called, or gradients would not be averaged."""
     lm = build_model(kind, torch.float64)
-    wrapper = Wrapped(lm)
+    wrapper = nn.DataParallel(lm)
+    calls = recorded(monkeypatch, wrapper, "forward")
     check(monkeypatch, wrapper, lm)
-    assert wrapper.calls == 1
+    assert len(calls) == 1

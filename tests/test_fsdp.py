@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from harness import ROOT, launch, torchrun
 from helpers import log, same_run, samples
 from test_adapters import NAMED, run
+from test_ilql_runs import lengths
 from torch.utils._pytree import tree_flatten
 
 from algos import ddpo
@@ -36,10 +37,6 @@ LAUNCH = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_PO
 LAUNCH |= {"FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
 
 
-def vowels(outputs, **columns):
-    return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
-
-
 def go(name, model, run_dir, **flags):
     """Five steps (eight of ppo and grpo) in float64, of three rows a process, in micro-batches of two and one."""
     settings = {"dtype": "float64", "attn_implementation": "sdpa", "batch_size": 6, "micro_batch_size": 2}
@@ -49,7 +46,7 @@ def go(name, model, run_dir, **flags):
     else:
         settings["total_steps"] = 5
     if name != "reward":
-        settings |= {"max_new_tokens": 5, "metric": vowels}
+        settings |= {"max_new_tokens": 5, "metric": lengths}
     return run(NAMED[name], model, run_dir, **settings | flags)[1]
 
 
@@ -206,8 +203,7 @@ def test_shards_with_frozen_weights(gpt2_dir, tmp_path, flags):
 @pytest.mark.case(91, "ppo dpo")
 def test_shards_in_bfloat16(gpt2_dir, tmp_path):
     """What the loss is made of is float32. Policy and reference are equal at first: the KL is 0, no pair is preferred.
-    Checkpoints know the rest as it was in float32, also
-    if the reference has scored the pairs before."""
+    Checkpoints know the rest as it was in float32, also if the reference has scored the pairs before."""
     flags = {"mixed_precision": "bf16", "dtype": "float32", "num_layers_unfrozen": 1}
     jobs = [("ppo", gpt2_dir, tmp_path / "ppo", flags)]
     jobs += [("dpo", gpt2_dir, tmp_path / "dpo", flags | {"precompute_ref": False})]

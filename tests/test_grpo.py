@@ -55,6 +55,7 @@ def test_advantages_by_hand():
     close(grpo.group_advantages(scores, 4, "mean"), [-2, -1, 0, 3, -0.5, 0.5, 0.5, -0.5])
     close(grpo.group_advantages(scores, 4, "loo"), [1 - 11 / 3, 2 - 10 / 3, 0, 6 - 2, -2 / 3, 2 / 3, 2 / 3, -2 / 3])
     close(grpo.group_advantages(scores, 4, "maxrl"), [-2 / 3, -1 / 3, 0, 1, -1, 1, 1, -1])
+    assert not grpo.group_advantages(torch.zeros(5), 5, "maxrl").any()
 
 
 def test_a_negative_score_of_maxrl_keeps_what_was_trained(gpt2_dir, tmp_path):
@@ -67,17 +68,6 @@ def test_a_negative_score_of_maxrl_keeps_what_was_trained(gpt2_dir, tmp_path):
     with pytest.raises(InputError, match="a score is -1: with --advantage-kind maxrl, none may be below 0"):
         run_grpo(gpt2_dir, tmp_path / "run", advantage_kind="maxrl", reward=falling)
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000001"]
-
-
-def test_maxrl_is_the_gradient_of_the_log_of_the_mean_score():
-    """The mean of a right response's score gradients is that of log mean(r pi / sg pi), less a baseline for all."""
-    scores = tensor(0, 1, 0, 0, 1)
-    logprobs = random(5).requires_grad_()
-    likelihood = (scores * (logprobs - logprobs.detach()).exp()).mean().log()
-    likelihood.backward()
-    advantages = grpo.group_advantages(scores, 5, "maxrl")
-    close(advantages / 5, logprobs.grad - 1 / 5)
-    assert not grpo.group_advantages(torch.zeros(5), 5, "maxrl").any()
 
 
 @pytest.mark.parametrize("kind", ["std", "batch", "mean", "loo"])
@@ -112,27 +102,6 @@ def test_cispo_by_hand():
     close(loss, -advantages * weights * (ratio.log() - 1.5))
     loss.sum().backward()
     close(new.grad, [-2.5, -2.0, -1.0, 2.5, 1.5])
-
-
-def test_distillation_has_the_gradient_of_the_reverse_kl():
-    """Of a sampled token it is log pi - log pi_teacher times that of log pi, at ratio 1; in the mean over the tokens
-    that may be sampled it is that of KL(policy || teacher), for which TRL 1.16's DistillationTrainer has the numbers
-    below (`_chunked_divergence_loss` with beta 1 and temperature 0.7, in float32)."""
-    student = tensor(*[[1.5 * math.sin(1.3 * v + 2.1 * k) for v in range(5)] for k in range(3)]).requires_grad_()
-    teacher = tensor(*[[1.1 * math.cos(0.7 * v + 1.9 * k) for v in range(5)] for k in range(3)]) / 0.7
-    new = (student / 0.7).log_softmax(-1)
-    ref = teacher.log_softmax(-1)
-    kl = grpo.kl_k3(new, ref) * (new - new.detach()).exp()  # as losses has it with --unbiased-kl
-    [of_tokens] = torch.autograd.grad(kl.sum(), new, retain_graph=True)
-    close(of_tokens, (new - ref).detach(), 1e-12)
-    (new.detach().exp() * kl).sum(-1).mean().backward()
-    trl = tensor(
-        [-0.084737688303, 0.0760686993599, 0.0261597633362, -0.0114966789261, -0.00599410384893],
-        [0.0875622183084, -0.0231668781489, -0.0103320283815, -0.0290427096188, -0.0250207185745],
-        [-0.00568677671254, -0.012860882096, -0.000427292310633, 0.0910735875368, -0.07209867239],
-    )
-    close(student.grad, trl, 1e-6)
-    assert (new.exp() * (new - ref)).sum(-1).mean().item() == pytest.approx(0.3082631230354309, rel=1e-6)
 
 
 def test_sequence_means_are_the_slow_definition():
@@ -216,12 +185,12 @@ REF = NEW + table(2.9, 1.3, 0.2, 0.7, 0.1)
 ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 
-def losses_of(monkeypatch, new, args, advantages=ADVANTAGES):
+def losses_of(monkeypatch, new, args):
     """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
     token_weights = grpo.token_weights(torch.tensor(LENGTHS), args.loss_mean, args.max_new_tokens)
     episodes = []
     for row, length in enumerate(LENGTHS):
-        numbers = {"advantage": advantages[row].item(), "weight": token_weights[row].item()}
+        numbers = {"advantage": ADVANTAGES[row].item(), "weight": token_weights[row].item()}
         numbers |= {"logprobs": OLD[row, :length], "ref_logprobs": REF[row, :length]}
         episodes.append(grpo.Episode({"row": row}, [0], [0] * length, [True] * length, True, 0.0, **numbers))
 
@@ -312,10 +281,9 @@ def test_the_update_is_the_slow_definition(monkeypatch, gpt2_dir, tiny_dirs, tmp
     micro = recorded(monkeypatch, grpo, "losses")
     rollouts = rolled(monkeypatch, grpo)
     flags = {"loss_mean": loss_mean, "ratio_level": level, "advantage_kind": kind, "kl_coef": beta}
+    flags |= {"batch_size": 7, "micro_batch_size": 2, "ppo_epochs": 2, "total_episodes": 21, "max_grad_norm": 0.5}
+    flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear", "weight_decay": 0.1}
     flags |= {"ref_model": tiny_dirs["llama"] if beta else None}
-    flags |= {"batch_size": 7, "micro_batch_size": 2, "ppo_epochs": 2, "total_episodes": 21}
-    flags |= {"max_grad_norm": 0.5, "weight_decay": 0.1}
-    flags |= {"cliprange": 0.05, "cliprange_high": 0.1, "lr_schedule": "linear"}
     metrics, run_dir = run_grpo(gpt2_dir, tmp_path / "run", **flags)
     [(_, episodes)] = rollouts
     queries = [episode.query for episode in episodes]

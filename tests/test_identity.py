@@ -3,12 +3,15 @@
 What can change the result gives another hash. What cannot gives the same, in another process, too.
 """
 
+import datetime
+import decimal
 import functools
 import importlib
 import json
 import os
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -25,7 +28,7 @@ from benchmarks.tasks import randomwalks
 from common import run as run_module
 from common.errors import InputError
 from common.functions import import_file
-from common.identity import UNKNOWN, describe, differences, files_of_flag, identity, imported_files
+from common.identity import UNKNOWN, describe, differences, digest, files_of_flag, identity, imported_files
 
 
 def ppo_args(**flags):
@@ -411,3 +414,12 @@ def test_a_text_that_cannot_be_a_path_names_no_file():
     for text in ("low quality, " * 40, "~~~"):
         assert files_of_flag(text) == [] == files_of_flag((text,))
     assert files_of_flag("user.py:score:sep=.,mark=**") == []  # no patterns
+
+
+def test_digests_tell_values_of_any_type_apart():
+    values = [1, 1.0, True, "1", b"1", np.int64(2), np.float32(2), np.arange(2000), np.arange(2000) * 2, {1, 2}, {1, 3}]
+    values += [decimal.Decimal("0.1"), datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), {(1, 2): 3}, {(1, 3): 3}]
+    values += [Path("a"), Path("b"), None, [None], {"a": {"b": np.ones(3)}}, {"a": {"b": np.zeros(3)}}]
+    assert len({digest([{"x": value}]) for value in values}) == len(values)
+    assert digest([{"x": np.arange(3)}]) == digest([{"x": [0, 1, 2]}])
+    assert digest([{"x": object()}]) == digest([{"x": object()}])  # only their type is known

@@ -387,7 +387,7 @@ def test_scores_that_are_refused():
     for values, returned in NO_SCORES:
         with refused(f"r.py:f returned {returned}, expected a list of 4 numbers, one per sample"):
             scores_of(values)
-    for value in NO_SCORE:
+    for value in [*NO_SCORE, 3.5e38]:  # the last one is finite, but not in float32
         sentence = f"r.py:f returned {value!r:.60} for row 3, prompt 'd'; expected a finite number"
         with refused(f"{sentence}, or one for each of the 3 tokens"):
             scores_of([[1.0], 1.0, value, 1.0], [1, 2, 3, 4])

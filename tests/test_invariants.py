@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids
+from test_maths import slow_gae
 
 from algos import ppo, sft
 from common import seeding
@@ -46,8 +47,7 @@ def run_ppo(model, run_dir, **flags):
 def run_sft(model, run_dir, rows, **flags):
     """Three steps of 7 rows, unless flags say otherwise."""
     settings = {"eval_every": 0, "total_steps": 3, "batch_size": 7, "micro_batch_size": 7, "lr": 1e-2, "threads": 1}
-    settings |= {"dtype": "float64", "save_every": 0, "metric": None, "eval_dataset": None, "eval_prompts": None}
-    settings |= {"warmup_steps": 0, "adam_betas": (0.9, 0.999)}
+    settings |= {"dtype": "float64", "save_every": 0, "warmup_steps": 0, "adam_betas": (0.9, 0.999)}
     return sft.main(sft.Args(model=model, run_dir=str(run_dir), dataset=rows, **settings | flags))
 
 
@@ -109,23 +109,6 @@ def test_the_plain_run_is_worth_comparing(gpt2_dir, tmp_path):
     assert metrics["val/clipfrac"] > 0
 
 
-def slow_targets(episodes):
-    """{(row, place): (advantage, return)} of a rollout with gamma 1, lambda 0.95 and a KL coefficient of 0.1."""
-    found = {}
-    for b, episode in enumerate(episodes):
-        advantage = 0.0
-        next_value = 0.0
-        for t in reversed(range(episode.length)):
-            reward = -0.1 * (episode.logprobs[t] - episode.ref_logprobs[t]).item()
-            if t == episode.length - 1:
-                reward += episode.score
-            value = episode.values[t].item()
-            advantage = reward + next_value - value + 0.95 * advantage
-            next_value = value
-            found[b, t] = advantage, advantage + value
-    return found
-
-
 def adamw(model, weight_decay, **options):
     """AdamW with a decay of the matrices alone."""
     groups = [
@@ -167,8 +150,13 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
     lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
     model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
     assert all(torch.equal(weight, before[0][name]) for name, weight in model.state_dict().items())
-    targets = slow_targets(episodes)
-    advantages = [advantage for advantage, _ in targets.values()]
+    advantages = []
+    for episode in episodes:
+        rewards = -0.1 * (episode.logprobs - episode.ref_logprobs)
+        rewards[-1] += episode.score
+        mask = torch.ones(1, episode.length, dtype=torch.bool)
+        advantages += slow_gae(rewards[None], episode.values[None], mask, 1.0, 0.95)
+    whole = torch.cat(advantages)
     optimizer = adamw(model, 0.1, betas=(0.9, 0.95), eps=1e-5)
     parts = []
     for epoch in range(2):
@@ -181,8 +169,8 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
             output = model.lm(torch.tensor([episode.query + episode.response]), output_hidden_states=True)
             for t, token in enumerate(episode.response):
                 at = len(episode.query) - 1 + t
-                advantage, target = targets[b, t]
-                a = (advantage - np.mean(advantages)) / (np.var(advantages) + 1e-8) ** 0.5
+                target = advantages[b][t] + episode.values[t]
+                a = (advantages[b][t] - whole.mean()) / (whole.var(correction=0) + 1e-8) ** 0.5
                 ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - episode.logprobs[t]).exp()
                 policy_loss = -torch.minimum(a * ratio, a * ratio.clamp(0.8, 1.2))
                 value = model.value_head(output.hidden_states[-1][0, at])[0]

@@ -22,19 +22,17 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import launch, same, torchrun
+from harness import ROOT, launch, same, torchrun
 from helpers import log, pad_more, recorded, same_record, same_run, samples
-from test_rollouts import cut  # noqa: F401, named in CASES
+from test_ppo_modes import save_classifier
+from test_rollouts import tool  # noqa: F401, named in CASES
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
 from common import checkpoint, identity
 from common.run import Run
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
-
-
 TEXTS = ("b", "cda"), ("cde", "fg"), ("fg", "hijka"), ("hijkl", "m"), ("m", ""), ("nopqrst", "ua"), ("ba", "abab")
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in TEXTS]
 PAIRS = [
@@ -110,7 +108,7 @@ CASES = {
     },
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
-        "num_layers_unfrozen": 1, "rollout": "cut", "loss_mean": "token", "cliprange_high": 0.28,
+        "num_layers_unfrozen": 1, "rollout": "tool", "loss_mean": "token", "cliprange_high": 0.28,
     },
     "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
         "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean", "cliprange": 1e-2, "loss_mean": "constant",
@@ -293,20 +291,15 @@ def same_result(run, expected):
 
 
 @pytest.fixture(scope="module")
-def places(tiny_dirs, build_pipeline, tmp_path_factory):
-    """{name in a flag: path}: models, and tokenizers that pad on either side."""
+def places(tiny_dirs, work, tmp_path_factory):
+    """{name in a flag: path}: models, and a tokenizer that pads on the right."""
     folder = tmp_path_factory.mktemp("places")
-    build_pipeline().save_pretrained(folder / "pipeline")
-    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 25, "initializer_range": 0.3}
-    ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23, "num_labels": 1}
-    torch.manual_seed(3)
-    model = transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **ids))
-    model.save_pretrained(folder / "classifier")
+    save_classifier(folder / "classifier", "GPT2", "<pad>")
     letters = randomwalks.tokenizer()
-    letters.save_pretrained(folder / "classifier")
     letters.padding_side = "right"
     letters.save_pretrained(folder / "right")
-    return {name: str(folder / name) for name in ("pipeline", "right", "classifier")} | {"gpt2": tiny_dirs["gpt2"]}
+    paths = {"classifier": folder / "classifier:good", "right": folder / "right", "pipeline": work / "pipeline"}
+    return {name: str(path) for name, path in paths.items()} | {"gpt2": tiny_dirs["gpt2"]}
 
 
 @pytest.fixture(scope="module")
@@ -401,27 +394,22 @@ def test_the_order_of_rows_in_a_batch_changes_nothing(base, job, tmp_path, case)
     same_result(tmp_path / "run", base(case))
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """start(processes, jobs, folder) -> the finished torchrun, a minute after a fault among the jobs at most."""
-
-    def run(processes, jobs, folder):
-        (folder / "jobs.json").write_text(json.dumps(jobs))
-        env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "ACCELERATE_USE_CPU": "true"}
-        done = launch(torchrun(processes), [__file__, folder / "jobs.json"], folder, folder, timeout=500, **env)
-        for stamp in folder.glob("*.fault"):
-            assert time.time() - stamp.stat().st_mtime < 60
-            stamp.unlink()
-        return done
-
-    return run
+def start(processes, jobs, folder):
+    """The finished torchrun, a minute after a fault among the jobs at most."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "ACCELERATE_USE_CPU": "true"}
+    done = launch(torchrun(processes), [__file__, folder / "jobs.json"], folder, folder, timeout=500, **env)
+    for stamp in folder.glob("*.fault"):
+        assert time.time() - stamp.stat().st_mtime < 60
+        stamp.unlink()
+    return done
 
 
 SHARES = {"micro_batch_size": 2, "decode_batch_size": 2}  # of three rows a process: two and one
 
 
 @pytest.fixture(scope="module")
-def several(job, start, request, tmp_path_factory):
+def several(job, request, tmp_path_factory):
     """several(processes) -> (directory, finished torchrun): the cases asked for, and of two processes middle parts."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     asked = [item.callspec.params for item in items if hasattr(item, "callspec")]
@@ -482,9 +470,7 @@ FAILURES = [  # how, in which process, what is printed
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "rank", "printed"), FAILURES)
 @pytest.mark.parametrize("algo", SCRIPTS)
-def test_a_process_that_ends_early_ends_the_others_and_the_run_goes_on(
-    several, job, start, tmp_path, algo, how, rank, printed
-):
+def test_a_process_that_ends_early_ends_all_and_the_run_goes_on(several, job, tmp_path, algo, how, rank, printed):
     """By an error in a forward pass, by a kill, by SIGTERM to it, and by SIGTERM to torchrun."""
     whole = several(2)[0] / algo
     run = tmp_path / "run"

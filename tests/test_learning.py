@@ -1,7 +1,4 @@
-"""ppo and grpo learn: `python -m pytest -m slow tests/test_learning.py`
-
-The first commands, without flags, as a user types them; that the curve of ppo comes from the advantages.
-"""
+"""ppo and grpo learn: `python -m pytest -m slow tests/test_learning.py`"""
 
 import os
 import re
@@ -19,7 +16,6 @@ DATA_LEVEL = 0.3515
 
 
 def values(run_dir, name):
-    """All of a metric that were logged."""
     return [record[name] for record in log(run_dir) if record.get(name) is not None]
 
 
@@ -54,7 +50,7 @@ def test_first_command(algo, metric, start, tolerance, end, scripts, tmp_path):
 
 
 def train(run_dir, **flags):
-    """20 optimizer steps of 256 episodes, unless flags say otherwise; mean optimality at each evaluation."""
+    """Mean optimality at each evaluation."""
     sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 1280, "eval_every": 40, "save_every": 0}
     ppo.main(from_task(ppo.Args, ppo.TASK, run_dir=str(run_dir), threads=1, **sizes | flags))
     return values(run_dir, "eval/optimality")

@@ -1,7 +1,4 @@
-"""The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`
-
-Golden numbers are those of TRL's and trlX's code that are right. Sizes are distinct primes: a wrong broadcast fails.
-"""
+"""The maths of the scripts, and the keyed randomness: `python -m pytest tests/test_maths.py`"""
 
 import math
 from itertools import product
@@ -16,12 +13,8 @@ from algos import grpo, ppo, sft
 from common import seeding
 from common.lm import sampling
 
-B, R, V = 5, 7, 11
-
-
-def ragged_mask():
-    """(B, R): rows of 1, 2, 4, 7 and 0 tokens."""
-    return torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
+B, R, V = 5, 7, 11  # distinct primes: a wrong broadcast fails
+MASK = torch.arange(R) < torch.tensor([[1], [2], [4], [7], [0]])
 
 
 def slow_gae(rewards, values, mask, gamma, lam):
@@ -48,23 +41,21 @@ def test_gae_is_the_slow_sum(gamma, lam):
     """Whatever stands after the last token of a row."""
     rewards = random(B, R)
     values = random(B, R, seed=1)
-    mask = ragged_mask()
-    expected = slow_gae(rewards, values, mask, gamma, lam)
-    advantages, returns = ppo.gae(rewards, values, mask, gamma, lam)
+    expected = slow_gae(rewards, values, MASK, gamma, lam)
+    advantages, returns = ppo.gae(rewards, values, MASK, gamma, lam)
     close(advantages, expected)
-    close(returns, torch.where(mask, expected + values, 0.0))
+    close(returns, torch.where(MASK, expected + values, 0.0))
 
 
 @pytest.mark.parametrize("shift_mean", [True, False])
 def test_masked_whiten_is_numpys(shift_mean):
-    mask = ragged_mask()
-    x = torch.where(mask, random(B, R) * 3 + 2, NAN)
-    kept = x[mask].numpy()
+    x = torch.where(MASK, random(B, R) * 3 + 2, NAN)
+    kept = x[MASK].numpy()
     expected = np.zeros((B, R))
-    expected[mask.numpy()] = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8)
+    expected[MASK.numpy()] = (kept - kept.mean()) / np.sqrt(kept.var() + 1e-8)
     if not shift_mean:
-        expected[mask.numpy()] += kept.mean()
-    close(ppo.masked_whiten(x, mask, shift_mean=shift_mean), expected)
+        expected[MASK.numpy()] += kept.mean()
+    close(ppo.masked_whiten(x, MASK, shift_mean=shift_mean), expected)
     assert abs(kept.var() / kept.var(ddof=1) - 1) > 0.05  # else the biased variance would not be told from the other
 
 
@@ -90,11 +81,10 @@ def test_next_kl_coef_golden():
 
 
 def test_score_is_placed_once_on_the_last_token():
-    mask = ragged_mask()
     scores = tensor(10, 20, 30, 40, 50)
     kl = random(B, R)
-    rewards = ppo.token_rewards(scores, kl, mask, 0.3)
-    expected = torch.where(mask, -0.3 * kl, 0.0)
+    rewards = ppo.token_rewards(scores, kl, MASK, 0.3)
+    expected = torch.where(MASK, -0.3 * kl, 0.0)
     for row, last in enumerate([0, 1, 3, 6]):  # the last row has no token, hence no score
         expected[row, last] += scores[row]
     close(rewards, expected)
@@ -198,10 +188,7 @@ def test_rng_depends_on_every_key_and_on_nothing_else():
     torch.manual_seed(0)
     assert all(seeding.rng(*key).random(3).tolist() == draws[key] for key in reversed(keys))
     assert seeding.rng(1, "a", np.int64(3)).random() == seeding.rng(1, "a", torch.tensor(3)).random()
-
-
-def test_rng_is_pinned():
-    """Another number here means that every stored curve belongs to other draws."""
+    # another number here means that every stored curve belongs to other draws
     assert seeding.rng(1, "rollout", 3, 5).random() == 0.6004720012005916
 
 

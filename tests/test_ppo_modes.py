@@ -34,15 +34,11 @@ FAMILIES = {
 TOKENS = {"vocab_size": 25, "bos_token_id": 21, "eos_token_id": EOS, "pad_token_id": 23, "initializer_range": 0.3}
 
 
-def build(family):
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], **TOKENS)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_blocks(family):
     """The top block and the norm behind it are trained."""
-    lm = build(family)
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family], **TOKENS)
+    lm = AutoModelForCausalLM.from_config(config)
     assert len(blocks(lm)) == LAYERS
     freeze(lm, 1)
     trained = {name for name, weight in lm.named_parameters() if weight.requires_grad}
@@ -291,7 +287,8 @@ def test_a_score_that_is_not_finite_names_the_row(gpt2_dir, tmp_path):
 
 
 @pytest.mark.case(15, "ppo")
-def test_a_run_that_goes_on_with_another_coefficient(gpt2_dir, tmp_path):
+def test_a_coefficient_in_a_run_that_goes_on(gpt2_dir, tmp_path):
+    """The one that is given; an adapted one is kept, also for another reward."""
     flags = {"kl_target": None, "score_scaling": "running"}
     run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, total_episodes=10, **flags)
     flags |= {"resume": str(tmp_path / "one"), "total_episodes": 30}
@@ -299,11 +296,9 @@ def test_a_run_that_goes_on_with_another_coefficient(gpt2_dir, tmp_path):
     assert [record["objective/kl_coef"] for record in log(run_dir)] == [0.7, 0.7]
     state = json.loads((max(run_dir.glob("checkpoints/step_*")) / "state.json").read_text())
     assert state["moments"][0] == 30
-
-
-def test_an_adapted_coefficient_is_kept_for_another_reward(gpt2_dir, tmp_path):
-    run_ppo(gpt2_dir, tmp_path / "one", kl_coef=0.1, kl_target=1e-9, kl_horizon=99, total_episodes=10)
-    again = {"resume": str(tmp_path / "one"), "total_episodes": 20, "kl_target": 1e-9, "kl_horizon": 99}
-    _, run_dir = run_ppo(gpt2_dir, tmp_path / "other", kl_coef=0.1, reward=more_vowels, **again)
+    flags = {"kl_coef": 0.1, "kl_target": 1e-9, "kl_horizon": 99}
+    run_ppo(gpt2_dir, tmp_path / "three", total_episodes=10, **flags)
+    flags |= {"resume": str(tmp_path / "three"), "reward": more_vowels}
+    _, run_dir = run_ppo(gpt2_dir, tmp_path / "other", total_episodes=20, **flags)
     # the first KL was 0: an error of -1, clipped to -0.2
     assert log(run_dir)[-1]["objective/kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 10 / 99))

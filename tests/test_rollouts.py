@@ -1,26 +1,25 @@
 """--rollout: responses of several segments, by a function of the user: `python -m pytest tests/test_rollouts.py`
 
-The function of most tests writes "eq" behind every sampled vowel, and goes on: `tool`. Layouts are in float64, with two
-processes in test_fsdp.py. The embedded task with a calculator is in test_tasks.py.
+The function of most tests writes "eq" behind every sampled vowel, and goes on: `tool`. Layouts: test_layout.py and
+test_fsdp.py. The embedded task with a calculator is in test_tasks.py.
 """
 
 import asyncio
-import json
 import math
 import os
 import shutil
 
 import pytest
 import torch
-from harness import ROOT, launch, torchrun
-from helpers import EOS, answer, close, log, recorded, rolled, same_run, samples, trained_ids, turn, user, write
+from harness import ROOT, launch, lines, torchrun
+from helpers import EOS, answer, close, log, recorded, rolled, samples, trained_ids, turn, user, write
 from test_invariants import PROMPTS, weights
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
 from common.errors import InputError
+from common.functions import call_reward
 
-SPEC = f"{__file__}:tool"
 WRITTEN = [25 % 21, 16]  # the tool's "eq"
 NAMED = {"ppo": ppo, "grpo": grpo}
 
@@ -62,10 +61,6 @@ def vowels(outputs, output_ids, **columns):
     return [0.3 * count + 0.01 * len(ids) for count, ids in zip(counts, output_ids, strict=True)]
 
 
-def by_token(outputs, output_ids, **columns):
-    return [[0.1 * token for token in ids] for ids in output_ids]
-
-
 def run(algo, model, run_dir, **flags):
     settings = {
         "dataset": [{"prompt": p} for p in PROMPTS], "reward": vowels, "dtype": "float64", "eval_every": 0,
@@ -89,14 +84,6 @@ def test_a_function_that_samples_once_changes_no_byte(algo, gpt2_dir, tmp_path):
         found = run(algo, gpt2_dir, tmp_path / function.__name__, rollout=function, eval_every=2)
         assert (found / "metrics.jsonl").read_bytes() == (plain / "metrics.jsonl").read_bytes()
         assert all(x.equal(y) for x, y in zip(weights(found).values(), weights(plain).values(), strict=True))
-
-
-@both
-def test_micro_batches_and_decode_batches_change_nothing(algo, gpt2_dir, tmp_path):
-    """With a score for each token, also for those that were only read."""
-    flags = {"eval_every": 2, "ppo_epochs": 1, "reward": by_token}
-    whole = run(algo, gpt2_dir, tmp_path / "whole", **flags)
-    same_run(run(algo, gpt2_dir, tmp_path / "parts", micro_batch_size=2, decode_batch_size=5, **flags), whole)
 
 
 @both
@@ -222,11 +209,11 @@ def test_parts_of_a_reward_and_the_first_rows(algo, gpt2_dir, tmp_path, capsys):
     def reward(outputs, output_ids, **columns):
         return {"score": vowels(outputs, output_ids), "length": [len(ids) for ids in output_ids]}
 
-    flags = {"reward": reward, "rollout": SPEC, "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
+    flags = {"reward": reward, "rollout": f"{__file__}:tool", "eval_every": 4, "save_every": 1, "keep_checkpoints": 9}
     run_dir = run(algo, gpt2_dir, tmp_path / "run", **flags)
     first, second, last = log(run_dir)
     assert 3 < first["eval/length"] < 9 and 3 < second["reward/length"] < 9 and "reward/length" in last
-    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    rows = lines(run_dir / "rollouts.jsonl")
     first_rows = 6 if algo == "grpo" else 4  # two groups
     assert [row["step"] for row in rows] == [4] * first_rows + [8] * first_rows
     assert rows[0].keys() == {"step", "prompt", "output", "score", "advantage"}
@@ -332,3 +319,18 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
+
+
+def test_a_coroutine_runs_beside_a_running_loop():
+    """As in a notebook. All of them share a loop, as a client that a function keeps may need."""
+    loops = set()
+
+    async def reward(prompts):
+        loops.add(asyncio.get_running_loop())
+        return [1.0] * len(prompts)
+
+    async def notebook():
+        return [call_reward(reward, "reward", [{"prompt": "a"}], {"prompts": ["a"]}) for _ in range(2)]
+
+    assert asyncio.run(notebook()) == [([1.0], {})] * 2 and len(loops) == 1
+    assert call_reward(reward, "reward", [{"prompt": "a"}], {"prompts": ["a"]}) == ([1.0], {}) and len(loops) == 1

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, encoded, jsonl, turn, user, write
 from tokenizers import Tokenizer, decoders, models, processors
@@ -23,7 +25,7 @@ from transformers import GPT2Config, PreTrainedTokenizerFast
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.errors import InputError
 from common.functions import load_function
-from common.lm.chat import chat_text, pair_texts
+from common.lm.chat import chat_text, pair_texts, tell_header
 from common.lm.classifier import classifier_ids
 from common.lm.tokens import encode_prompts, int32
 from common.rows import load_rows, load_sets, read_rows
@@ -298,6 +300,29 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
     assert found == (rows if result == "kept" else rows[:1])
     assert list(map(len, queries)) == [len(row["prompt"]) for row in found]
+
+
+def test_unknown_characters_are_counted(letters, capsys):
+    """Over all rows of a flag, in each script; a tokenizer whose unknown token is its end has no unknown characters."""
+    letters_x = ["ab", "axb", "x", ""]
+    prompts = [{"prompt": text} for text in letters_x]
+    answers = [row | {"completion": "a"} for row in prompts]
+    pairs = [row | {"chosen": f"{place}", "rejected": "b"} for place, row in zip("xaaa", prompts, strict=True)]
+    for read, rows, count in (
+        (lambda rows: encode_prompts(rows, letters, 5, 32, "--dataset"), prompts, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset")], answers, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset", encoder=True)], answers, 2),
+        (lambda rows: pairs_of(rows, letters), pairs, 3),
+        (lambda rows: reward.encode_texts(rows, letters, 99, "--dataset"), pairs, 3),
+    ):
+        read(rows)
+        said = f"warning: --dataset: {count} of 4 texts have characters that the tokenizer does not know: they become"
+        assert capsys.readouterr().out.count(said) == 1
+        read(rows[3:])
+        assert "know" not in capsys.readouterr().out
+    letters.unk_token = letters.eos_token
+    encode_prompts(prompts, letters, 5, 32, "--dataset")
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.case(39, "dpo")
@@ -696,6 +721,27 @@ def test_arguments_of_tool_calls_become_mappings():
         assert function["arguments"] == arguments  # the row is as it was
 
 
+HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+PROMPTED = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+HEADERS = [(HEADED, True), (PROMPTED, False), ("{{ messages[0].content }}", False)]
+
+
+@pytest.mark.parametrize(("template", "is_told"), HEADERS)
+def test_a_header_that_is_no_generation_prompt_is_told(letters, capsys, template, is_told):
+    letters.chat_template = template
+    tell_header(letters, "--dataset")
+    said = "warning: --dataset: the template has no generation prompt: '<assistant>' before an answer is trained with"
+    assert (said in capsys.readouterr().out) == is_told
+
+
+def test_plain_prompts_beside_a_chat_template_are_told(letters, capsys):
+    letters.chat_template = PROMPTED
+    encode_prompts([{"prompt": "ab"}], letters, 5, 99, "--dataset")
+    assert "--dataset: the prompts are plain texts; lists of messages would use" in capsys.readouterr().out
+
+
 @SAMPLING
 def test_a_turn_that_ends_no_response_is_told(capsys, script):
     """As in base models: the template writes <|im_end|>, and their end is another token."""
@@ -855,6 +901,32 @@ SETS = [
 ]
 
 
+def test_what_stands_in_a_file_is_what_is_read(tmp_path):
+    """A key twice, a blank line of texts, a cell of a table that only looks like a number."""
+    (tmp_path / "twice.jsonl").write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
+    with refused(".*line 2: one of the keys text stands twice"):
+        load_rows(str(tmp_path / "twice.jsonl"), "--dataset")
+    (tmp_path / "list.json").write_text('[{"a": {"b": 1, "b": 2}}]')
+    with refused(".*one of the keys b stands twice"):
+        load_rows(str(tmp_path / "list.json"), "--dataset")
+    (tmp_path / "a.txt").write_text("one\n\n  \ntwo\n\n")
+    assert load_rows(str(tmp_path / "a.txt"), "--dataset") == [{"text": "one"}, {"text": "two"}]
+    cells = ["1e-3", "TRUE", "", "'good Day'", "[1, 2.5]", "nan"]
+    (tmp_path / "a.csv").write_text("text;reward\n" + "".join(f"t;{cell}\n" for cell in cells))
+    found = [row["reward"] for row in load_rows(str(tmp_path / "a.csv"), "--dataset")]
+    assert found == [1e-3, True, None, "good Day", [1, 2.5], "nan"]
+
+
+def test_media_of_parquet_are_not_opened(tmp_path, monkeypatch):
+    """A column of images may name files of this machine, or addresses."""
+    images = [{"bytes": None, "path": "/etc/passwd"}, {"bytes": None, "path": "http://127.0.0.1:9/x.png"}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": images}, features=features)
+    pq.write_table(table.data.table, tmp_path / "a.parquet")
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *args, **options: 1 / 0)
+    assert [row["image"] for row in load_rows(str(tmp_path / "a.parquet"), "--dataset")] == images
+
+
 def test_evaluation_sets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("easy.jsonl", EASY)
@@ -964,3 +1036,21 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     assert capsys.readouterr().out == dropped.format("--dataset", 4) + dropped.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         encoded(script, rows[:1], LM, letters, **sets, max_new_tokens=29)
+
+
+@pytest.mark.parametrize("broken", ["\ud83d", "\ufdd0", "\ufdd1"])
+def test_no_text(broken):
+    chat = [{"role": "user", "content": f"a{broken}"}]
+    with pytest.raises(InputError, match="--dataset row 2 holds .*valid text"):
+        load_rows([{"messages": []}, {"messages": chat}], "--dataset")
+
+
+@pytest.mark.parametrize("path", ["http://localhost:9/x.png", "/etc/hostname"])
+def test_media_stay_as_stored(tmp_path, path):
+    schema = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()}).arrow_schema
+    named = [{"prompt": "a", "image": {"bytes": None, "path": path}}]
+    pq.write_table(pyarrow.Table.from_pylist(named, schema=schema), tmp_path / "rows.parquet")
+    assert load_rows(str(tmp_path / "rows.parquet"), "--dataset") == named
+    stored = [{"prompt": "a", "image": {"bytes": b"no image", "path": path}}]
+    datasets.Dataset(pyarrow.Table.from_pylist(stored, schema=schema)).save_to_disk(tmp_path / "saved")
+    assert load_rows(str(tmp_path / "saved"), "--dataset")[0]["image"]["bytes"] == b"no image"

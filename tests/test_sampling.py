@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import EOS, PAD, pad_is_eos
+from helpers import BOS, EOS, PAD, pad_is_eos
 from test_seq2seq import random_seq2seq
 
 from algos import ppo
@@ -329,8 +329,19 @@ def test_texts(letters):
     tokenizer = build_tokenizer("byte-level")  # blanks before a stop are stripped
     responses = [tokenizer(text).input_ids for text in (" a b \n\nUser: c", "end. ", "<|user|>a")]
     queries = [tokenizer("hello").input_ids] * 3
-    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "a"]
-    assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", "a"]
+    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "<|user|>a"]
+    assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", ""]
+
+
+def test_the_reward_reads_special_tokens_that_neither_begin_nor_end_nor_pad(letters):
+    """Such as the tags of a format, which it may ask for."""
+    letters.add_special_tokens({"additional_special_tokens": ["<think>", "<tool>"]})
+    queries = [[0, 25], [1]]
+    responses = [[25, 4, 26, EOS], [BOS, 5, EOS, PAD, PAD]]
+    assert decode(letters, queries, responses, ()) == ["<think>e<tool>", "f"]
+    assert decode(letters, queries, responses, ("<tool>",)) == ["<think>e", "f"]
+    letters.ends = [26, EOS]
+    assert decode(letters, queries, responses, ()) == ["<think>e", "f"]
 
 
 def test_decode_keeps_the_space_between_prompt_and_output():

@@ -24,7 +24,7 @@ SUM_STEPS = "6+6=12,7+3+1=11,6+2+1=09"
 COUNTDOWN = "3,5,7:22="
 
 
-def test_reference_levels():
+def test_reference_levels_and_rows():
     """Those of the table of trlX's own generator: the data, the best walk of each start, and the shortest walks."""
     graph = randomwalks.graph()
     scores = [randomwalks.optimality(walk) for walk in graph.walks]
@@ -38,6 +38,16 @@ def test_reference_levels():
     assert mean(graph.shortest.values()) == pytest.approx(3.65)
     with pytest.raises(ValueError, match="graph_seed=3:"):  # where the goal cannot be reached
         randomwalks.pairs(graph_seed=3)
+    walks = list(graph.walks)
+    assert [row["prompt"] for row in randomwalks.prompts()] == list("bcdefghijklmnopqrstu")
+    assert len(randomwalks.eval_prompts()) == 1000
+    assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
+    assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
+    assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
+    best = [row["prompt"] + row["completion"] for row in randomwalks.best()]
+    assert best == [walk for walk in walks if randomwalks.optimality(walk) == 1][:100]  # ties in the order of the data
+    randomwalks.prompts()[0].clear()  # rows belong to the caller
+    assert randomwalks.prompts()[0].keys() == {"prompt", "shortest"}
 
 
 WALKS = [  # walk, its score, whether it is legal
@@ -58,19 +68,6 @@ WALKS = [  # walk, its score, whether it is legal
 def test_score_of_hand_made_walks(walk, score, is_legal):
     assert randomwalks.optimality(walk) == pytest.approx(score)
     assert randomwalks.is_legal(walk) == is_legal
-
-
-def test_row_contents():
-    walks = list(randomwalks.graph().walks)
-    assert [row["prompt"] for row in randomwalks.prompts()] == list("bcdefghijklmnopqrstu")
-    assert len(randomwalks.eval_prompts()) == 1000
-    assert [row["prompt"] for row in randomwalks.eval_prompts(samples=2, starts="cm")] == ["c", "c", "m", "m"]
-    assert [row["prompt"] + row["completion"] for row in randomwalks.completions()] == walks
-    assert mean(row["reward"] for row in randomwalks.rewarded()) == pytest.approx(0.3515, abs=5e-5)
-    best = [row["prompt"] + row["completion"] for row in randomwalks.best()]
-    assert best == [walk for walk in walks if randomwalks.optimality(walk) == 1][:100]  # ties in the order of the data
-    randomwalks.prompts()[0].clear()  # rows belong to the caller
-    assert randomwalks.prompts()[0].keys() == {"prompt", "shortest"}
 
 
 def test_scores_of_any_text_are_finite():

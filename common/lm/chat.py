@@ -6,6 +6,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from functools import partial
 
 from common.errors import InputError
 from common.report import screen
@@ -100,6 +101,7 @@ def chat_turns(tokenizer, row, where):
 def tell_left_out(tokenizer, chats, flag):
     """Says in one line what the template leaves out of chats (messages, row): tools, or a key of the messages of a
     role. Each is tried in the first chat that has it, at its last place there."""
+    tell_header(tokenizer, flag)
     tried = {}  # {name: two chats, one of them without it}
     for messages, row in chats:
         if row.get("tools"):
@@ -121,6 +123,19 @@ def tell_left_out(tokenizer, chats, flag):
                 left_out.append(name)
     if left_out:
         screen.say(f"warning: {flag}: the chat template leaves out: {', '.join(left_out)}")
+
+
+def tell_header(tokenizer, flag):
+    """Warns where the template begins an answer by a header that is no generation prompt."""
+    question = [{"role": "user", "content": "question"}]
+    answered = [*question, {"role": "assistant", "content": MARK}]
+    with suppress(Exception):  # templates raise what they like
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        prompt = render(question, add_generation_prompt=True)
+        header = render(answered).partition(MARK)[0].removeprefix(prompt)
+        if render(question) == prompt and header.strip():
+            what = "is trained with it, and prompts end before it"
+            screen.say(f"warning: {flag}: the template has no generation prompt: {header!r} before an answer {what}")
 
 
 def added(text, beginning, where):

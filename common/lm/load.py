@@ -12,6 +12,8 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
+from common.lm.tokens import tell_unknown
+from common.report import screen
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
@@ -36,7 +38,8 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
         for adapter in getattr(model, "peft_config", {}).values():
-            if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
+            is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
+            if not is_plain or adapter.trainable_token_indices:  # transformers reads the rows of these tokens wrongly
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
         if missing and auto_class == "AutoModelForCausalLM":
             raise ValueError(f"{missing[0]} is missing")
@@ -74,10 +77,21 @@ def load_weights(auto_class, path, revision=None, **keywords):
     kind = getattr(transformers, auto_class)
     model, report = kind.from_pretrained(base or path, output_loading_info=True, **keywords)
     missing = {*report["missing_keys"]}
+    unexpected = {*report["unexpected_keys"]}
+    if missing:  # a new head, in place of another one
+        unexpected = {name for name in unexpected if name.startswith(model.base_model_prefix)}
     if base:
+        of_base = [*model.parameters()]
         report = model.load_adapter(path, adapter_kwargs={"revision": revision})
+        unexpected |= report.unexpected_keys
+        ids = {*map(id, of_base)}
+        came = [name for name, weight in model.named_parameters() if id(weight) not in ids]
+        model.stored_layers = [name for name in came if not re.search("lora_|modules_to_save", name)]
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
+    if unexpected:
+        names = ", ".join(sorted(unexpected))
+        screen.say(f"warning: {path} holds {len(unexpected)} weights that are no part of its model: {names:.200}")
     return model, sorted(missing)
 
 
@@ -111,6 +125,7 @@ def load_model(args, path, flag="--model"):
         raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    tell_unknown(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:

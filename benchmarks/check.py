@@ -29,7 +29,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import paired, tables
-from benchmarks.claims import CLAIMS, SUMMARY, TWIN
+from benchmarks.claims import CLAIMS, PRETRAINED, SUMMARY, TWIN
 from benchmarks.planted import planted
 from benchmarks.references import report as references
 from benchmarks.throughput import growth
@@ -39,6 +39,28 @@ PLAIN_NAMES = {  # of metrics, in figures over a KL
     "eval/optimality": "true reward",
     "eval/reward": "learned reward",
     "objective/kl": "KL to the start",
+}
+LABELS = {  # of the y axes
+    "eval/accuracy": "share of right answers",
+    "eval/agreement": "agreement (share of images)",
+    "eval/brightness": "brightness (0 to 1)",
+    "eval/calls": "calls per problem",
+    "eval/distinct": "different words (share)",
+    "eval/format": "written as asked (share)",
+    "eval/illegal": "illegal walks (share)",
+    "eval/kilobytes": "size of the JPEG file (kB)",
+    "eval/length": "length (characters)",
+    "eval/loss": "held-out loss (nats a token)",
+    "eval/optimality": "optimality (0 to 1)",
+    "eval/optimality@beta=0": "optimality at beta 0",
+    "eval/optimality@beta=64": "optimality at beta 64",
+    "eval/sentiment": "sentiment (-1 to 1)",
+}
+MEASURES = {  # what `measured` returns, in words
+    "gain": "gain, in standard deviations, of",
+    "late": "mean of the second half of",
+    "fall": "fall from the best to the last",
+    "rise": "rise since the best score of",
 }
 CASES = "benchmarks/faults/cases.csv"
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
@@ -145,22 +167,22 @@ def results(name):
     bars = []
     for variant, key, which, sign, bar, count in claim.bars:
         seeds = f"at least {count} of {len(variants[variant])} seeds"
-        bars.append(f"- `{variant}`: {which} `{key}` {sign} {bar} in {seeds}")
-    score = "Scores" if claim.scores else claim.score
+        bars.append(f"- `{variant}`: {MEASURES.get(which, which)} `{key}` {sign} {bar} in {seeds}")
+    if bars:
+        bars = ["`python benchmarks/check.py` fails if these curves do not have:", "", *bars, ""]
+    score = "The scores" if claim.scores else f"`{claim.score}`"
+    average = "the mean over seeds" if max(map(len, variants.values())) > 1 else "one seed"
+    explained = tables.explained([len(seeds) for seeds in tables.shown(name).values()])
     differences = [*paired.table(name), ""] if claim.pairs else []
     return [
         *differences,
-        f"{score}, mean over seeds with its 95 % bootstrap interval, or ± standard deviation of a seed where there "
-        "are fewer than five; seconds are wall-clock without start-up:",
+        f"{score}: {average}.{explained} Seconds are wall-clock, without the start-up.",
         "",
         *table(name),
         "",
-        "Bars that `benchmarks/check.py` holds:",
-        "",
         *bars,
-        "",
-        f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}.",
-        *same_steps(name),
+        f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}. [same.csv](../same.csv) says how far the "
+        "first lines of `metrics.jsonl` of these commits differ from those of a later one.",
         *rounding(name),
         *before_and_after(name),
     ]
@@ -178,19 +200,6 @@ def before_and_after(name):
     return ["", first, "", *tables.markdown(["variant", "prompt", "before", "after"], rows)]
 
 
-def same_steps(name):
-    """Lines that say how far the first steps of the commits that measured a claim are those of a newer commit."""
-    commits = [(name, run["variant"].removesuffix(TWIN), run["commit"][:12]) for run in tables.stored_runs(name)]
-    variants = {}  # those with the same words
-    for row in tables.read_csv(SAME):
-        if (row["claim"], row["variant"], row["old"]) in commits:
-            words = "at {old} and at {new}, {records} records: {difference}".format(**row)
-            variants.setdefault(words, []).append(f"`{row['variant']}`")
-    lines = [f"- {', '.join(names)} {words}" for words, names in variants.items()]
-    first = "First records of later code, in float64: the largest relative difference of a number in metrics.jsonl:"
-    return ["", first, "", *lines] if lines else []
-
-
 def rounding(name):
     """Lines that say how far runs of the same seed lie apart on two CPUs, in what the bars are about; none where no
     runs tell it. Where the commits differ, too, rounding is a part of it."""
@@ -204,7 +213,7 @@ def rounding(name):
         if twins:
             spread = math.sqrt(mean((end - other) ** 2 for end, other in zip(ends, others, strict=True)) / 2)
             spreads = f"{spread:.4f} and {stdev(ends):.4f}, {len(twins)} seeds"
-            lines[variant, key, which] = f"- `{variant}`: {which} `{key}`, {spreads}"
+            lines[variant, key, which] = f"- `{variant}`: {MEASURES.get(which, which)} `{key}`, {spreads}"
     twins = [run for run in tables.stored_runs(name) if run["variant"].endswith(TWIN)]
     where = "; ".join(sorted({f"{run['device']}, commit {run['commit'][:12]}" for run in twins}))
     first = f"Standard deviations between runs of the same seed here and on another CPU ({where}), and between seeds:"
@@ -228,7 +237,7 @@ def figure_data(name):
     """{metric of a panel: {variant: {seed: points}}} of the figure, without curves of one or two points, of which runs
     of a large model have no more."""
     claim = CLAIMS[name]
-    fewest = 1 if claim.samples else 2
+    fewest = 1 if "smollm2" in name else 2
     panels = {}
     for key in claim.panels or [claim.score]:
         panels[key] = {}
@@ -248,7 +257,7 @@ def data_digest(name):
     images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     data = [figure_data(name), images, claim.title, claim.lines, claim.over, claim.groups]
     if claim.pairs:
-        data.append(claim.pairs)
+        data += [claim.pairs, claim.mistakes]
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
@@ -275,12 +284,16 @@ def draw_panels(name):
     row = top.subplots(1, len(panels), squeeze=False)[0]
     for axes, (key, variants) in zip(row, panels.items(), strict=True):
         tables.draw_curves(axes, variants, list(tables.shown(name)))
-        axes.set(xlabel=tables.AXES[claim.axis], ylabel=key)
+        axes.set(xlabel=tables.AXES[claim.axis], ylabel=LABELS.get(key, key.removeprefix("eval/")))
         if key == claim.score:
             for label, level in claim.lines.items():
                 axes.axhline(level, color="gray", linestyle=":", linewidth=1)
-                axes.annotate(label, (0, level), xytext=(2, 2), textcoords="offset points", fontsize=8, color="gray")
-    top.legend(*row[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+                place = {"xycoords": axes.get_yaxis_transform(), "xytext": (0, 2), "textcoords": "offset points"}
+                axes.annotate(label, (0.99, level), ha="right", fontsize=8, color="gray", **place)
+    handles = {}  # a variant may be in some panels alone
+    for axes in row:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    top.legend(handles.values(), handles, loc="outside right center", fontsize=8)
     return figure
 
 
@@ -311,27 +324,28 @@ def draw_images(name, figure):
 # ---- Blocks of documents --------------------------------------------------------------------------------------------
 
 
+def before_and_after_of(words, name, variant):
+    """A cell of README.md: the mean score before training, and that after it as in the claim's table."""
+    histories = []
+    for records in tables.curves(name)[variant].values():
+        histories.append(tables.history(records, CLAIMS[name].score_of(variant)))
+    before = mean(values[0] for values in histories)
+    return f"{words} {before:.2f} → {tables.average([values[-1] for values in histories])}"
+
+
 def summary():
     """The table of README.md."""
-    heads = ["script", "paper", "lines", "task", "to compare with", "ours", "fastest run"]
     rows = []
-    for script, (paper, name, variant, score) in SUMMARY.items():
-        claim = CLAIMS[name]
-        key = claim.score_of(variant)
-        runs = tables.curves(name)[variant].values()
-        histories = [tables.history(records, key) for records in runs]
-        stored = [run for run in tables.stored_runs(name) if run["variant"] == variant]
-        seconds = min(float(run["seconds"]) for run in stored)  # the least disturbed by other work
-        lines = (tables.ROOT / "algos" / script).read_text().splitlines()
-        reference = next(iter(claim.lines), "")
-        if variant in claim.scores:
-            shorter_wins = mean(tables.history(records, "eval/all/shorter_wins")[-1] for records in runs)
-            reference = f"the shorter wins {shorter_wins:g}"
-        if claim.images:
-            reference = f"base model {tables.average([values[0] for values in histories])}"
-        ours = f"{score} {tables.average([values[-1] for values in histories])}, {len(histories)} seeds"
-        link = f"[{script}](algos/{script})"
-        rows.append([link, paper, str(len(lines)), name.split("-")[1], reference, ours, f"{seconds:.0f} s"])
+    for script, (paper, task, name, variant, reference) in SUMMARY.items():
+        lines = len((tables.ROOT / "algos" / script).read_text().splitlines())
+        pretrained = [before_and_after_of(*of) for of in PRETRAINED.get(script, [])]
+        stored = [run for run in tables.stored_runs(name) if run["variant"].removesuffix(TWIN) == variant]
+        minutes = [float(run["seconds"]) / 60 for run in stored]
+        task = f"[{task}](benchmarks/curves/{name}/README.md)"
+        cells = ["<br>".join(pretrained) or "-", f"{before_and_after_of(task, name, variant)}; {reference}"]
+        cells.append(f"{min(minutes):.1f} to {max(minutes):.1f}")
+        rows.append([f"[{script}](algos/{script})", paper, str(lines), *cells])
+    heads = ["script", "paper", "lines", "SmolLM2-135M: before → after", "its small task: before → after", "minutes"]
     return tables.markdown(heads, rows)
 
 

@@ -18,7 +18,7 @@ class Claim:
     over: str = ""  # the x axis is the square root of this metric, and each of the groups has a panel
     groups: dict = field(default_factory=dict)  # title of a panel -> {label: variant}, equal labels in all
     pairs: dict = field(default_factory=dict)  # variant -> the one that it is compared with, seed by seed
-    pair_curves: bool = False  # the figure has the curves of each pair in place of their differences
+    mistakes: dict = field(default_factory=dict)  # variant -> its mistake; a panel for each pair
     reach: float = math.inf  # a score: how long it takes to reach it
     samples: int = 0  # prompts of which the page shows what is sampled before and after
 
@@ -55,7 +55,7 @@ CLAIMS = {
         table={"eval/illegal": "illegal walks", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy"},
     ),
     "chain-randomwalks": Claim(
-        title="The chain on random walks: SFT, then a reward model and PPO with it, or DPO",
+        title="SFT, then a reward model and PPO with it, or SFT, then DPO, on random walks",
         score="eval/optimality",
         lines={"optimum 1.0": 1.0, "data 0.3515": 0.3515},
         bars=[
@@ -220,7 +220,19 @@ CLAIMS = {
             "tokens/responses_len": "tokens",
         },
         panels=["eval/accuracy", "eval/optimality"],
-        pair_curves=True,
+        mistakes={
+            "top-k": "sampled from the 3 likeliest",
+            "top-p": "sampled from the nucleus of 0.9",
+            "temperature": "not in the loss",
+            "end-token": "it is not trained",
+            "positions": "padding counts as positions",
+            "mean-of-means": "by micro-batches",
+            "tool-trained": "the tool's tokens are trained",
+            "whitening": "whitened in each micro-batch",
+            "k1": "k1 as the KL in the loss",
+            "turned": "k3 with the sign flipped",
+            "drifting": "the reference was not copied",
+        },
         scores=dict.fromkeys(["ppo", "whitening", "learned", "k1", "turned", "drifting"], "eval/optimality")
         | {"reward": "eval/all/accuracy"},
         pairs={
@@ -290,7 +302,7 @@ CLAIMS = {
         bars=[],
         table={"eval/loss": "held-out loss"},
         scores={f"grpo-{name}": "eval/reward" for name in GRPO_RATES},
-        panels=["eval/loss"],
+        panels=["eval/loss", "eval/reward"],
     ),
     "ppo-randomwalks": Claim(
         title="PPO on random walks comes close to the optimum; a strong KL penalty brings it back to the data's level",
@@ -313,12 +325,23 @@ CLAIMS = {
     ),
 }
 
-SUMMARY = {  # script: paper, claim, variant, name of the score
-    "sft.py": ("maximum likelihood", "sft-randomwalks", "default", "optimality"),
-    "ppo.py": ("Schulman et al. 2017", "ppo-randomwalks", "default", "optimality"),
-    "grpo.py": ("Shao et al. 2024", "grpo-sums", "default", "accuracy"),
-    "ilql.py": ("Snell et al. 2022", "ilql-randomwalks", "default", "optimality at beta 64"),
-    "reward.py": ("Ouyang et al. 2022", "chain-randomwalks", "reward", "accuracy"),
-    "dpo.py": ("Rafailov et al. 2023; the loss: Azar et al. 2023", "chain-randomwalks", "dpo", "optimality"),
-    "ddpo.py": ("Black et al. 2023", "ddpo-shapes", "default", "minus kB"),
+CHAIN = "chain-randomwalks"
+SUMMARY = {  # script: paper, small task, claim, variant, what the score is compared with
+    "sft.py": ("maximum likelihood", "walks", "sft-randomwalks", "default", "the data 0.3515"),
+    "ppo.py": ("Schulman et al. 2017", "walks", "ppo-randomwalks", "default", "optimum 1"),
+    "grpo.py": ("Shao et al. 2024", "sums", "grpo-sums", "default", "all right 1"),
+    "ilql.py": ("Snell et al. 2022", "walks", "ilql-randomwalks", "default", "optimum 1"),
+    "reward.py": ("Ouyang et al. 2022", "pairs of walks", CHAIN, "reward", "the shorter wins 0.5"),
+    "dpo.py": ("Rafailov et al. 2023, Azar et al. 2023", "walks", CHAIN, "dpo", "optimum 1"),
+    "ddpo.py": ("Black et al. 2023", "minus kB of images", "ddpo-shapes", "default", "rewards shuffled -1.113"),
+}
+ANSWERS = "smollm2-answers"
+REVIEWS = "smollm2-reviews"
+PRETRAINED = {  # script: [(task, claim, variant)]
+    "sft.py": [("reviews", REVIEWS, "sft")],
+    "ppo.py": [("reviews", REVIEWS, "ppo")],
+    "grpo.py": [("sums", ANSWERS, "sums"), ("sums in chats", ANSWERS, "chat-sums"), ("questions", ANSWERS, "colors")],
+    "ilql.py": [("reviews", REVIEWS, "ilql")],
+    "reward.py": [("pairs", REVIEWS, "reward")],
+    "dpo.py": [("reviews", REVIEWS, "dpo")],
 }

@@ -48,14 +48,14 @@ def table(name):
     """Lines: a table of the differences with their intervals, and how much pairing has shrunk their spread."""
     found = measures(name)
     heads = dict(HEADS)
-    if CLAIMS[name].pair_curves:
+    if CLAIMS[name].mistakes:
         del heads["seconds"]  # of a mistake
     rows = []
     ratios = {measure: [] for measure in SCORES}
     for variant, base in CLAIMS[name].pairs.items():
         cells = [f"`{variant}`", f"`{base}`"]
         for measure in heads:
-            center, half_width = tables.paired_interval(differences(found[measure], variant, base))
+            center, half_width = tables.t_interval(differences(found[measure], variant, base))
             digits = 1 if measure == "seconds" else 3
             cells.append(f"{center:+.{digits}f} ± {half_width:.{digits}f}")
         for measure in SCORES:
@@ -77,7 +77,7 @@ def table(name):
 
 
 def draw(name):
-    return draw_pairs(name) if CLAIMS[name].pair_curves else draw_differences(name)
+    return draw_pairs(name) if CLAIMS[name].mistakes else draw_differences(name)
 
 
 def draw_pairs(name):
@@ -86,7 +86,7 @@ def draw_pairs(name):
     runs = tables.curves(name)
     levels = measures(name)["level"]
     rows = math.ceil(len(claim.pairs) / 3)
-    figure = Figure(figsize=(10, 2.6 * rows), layout="constrained")
+    figure = Figure(figsize=(10, 3 * rows), layout="constrained")
     for axes in figure.subplots(rows, 3).flat[len(claim.pairs) :]:
         axes.remove()
     for axes, (variant, base) in zip(figure.axes, claim.pairs.items(), strict=True):
@@ -94,9 +94,10 @@ def draw_pairs(name):
         for label in (base, variant):
             lines = {seed: tables.points(records, score, claim.axis) for seed, records in runs[label].items()}
             tables.draw_curves(axes, {label: lines}, [base, variant])
-        center, half_width = tables.paired_interval(differences(levels, variant, base))
-        axes.set_title(f"at the end {center:+.3f} ± {half_width:.3f}", fontsize=9)
-        axes.set_ylabel(score)
+        center, half_width = tables.t_interval(differences(levels, variant, base))
+        title = f"{variant}: {claim.mistakes[variant]}\nat the end {center:+.3f} ± {half_width:.3f}"
+        axes.set_title(title, fontsize=9)
+        axes.set(xlabel=tables.AXES[claim.axis], ylabel=score.removeprefix("eval/"))
         axes.legend(*axes.get_legend_handles_labels(), fontsize=7)
     return figure
 
@@ -110,7 +111,7 @@ def draw_differences(name):
     for axes, measure in zip(figure.subplots(1, 2, sharey=True), SCORES, strict=True):
         for place, (variant, base) in enumerate(claim.pairs.items()):
             values = differences(found[measure], variant, base)
-            center, half_width = tables.paired_interval(values)
+            center, half_width = tables.t_interval(values)
             axes.plot(values, [place] * len(values), ".", color="lightgray")
             axes.errorbar(center, place, xerr=half_width, fmt="o", color="C0", capsize=3, markersize=4)
         axes.axvline(0, color="gray", linewidth=1)

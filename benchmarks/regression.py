@@ -32,7 +32,7 @@ from benchmarks.claims import CLAIMS
 from benchmarks.compare import read_records
 from benchmarks.gpu import differences
 from benchmarks.seeds import commands, run_dirs_of
-from benchmarks.tables import ROOT, history, markdown, paired_interval, read_csv, read_jsonl, shown, write_csv
+from benchmarks.tables import ROOT, history, markdown, read_csv, read_jsonl, shown, t_interval, write_csv
 
 MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which every optimizer step enlarges
 
@@ -149,7 +149,7 @@ def report(old_runs, new_runs, score):
     differs = False
     for name in old[0]:
         differences = [after[name] - before[name] for before, after in zip(old, new, strict=True)]
-        center, half_width = paired_interval(differences)
+        center, half_width = t_interval(differences)
         words = verdict(center, half_width)
         differs |= name != "seconds" and words in ("higher", "lower")
         means = [mean(run[name] for run in runs) for runs in (old, new)]

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Quantiles of Student's t at 0.975 for 1, 2, ... degrees of freedom (any table of the distribution). The last one also
 # stands for more seeds, whose intervals come out a little too wide.
 T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+MOST_BY_T = 5  # values whose mean has an interval by Student's t, that of more is a bootstrap
 AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of training"}
 
 
@@ -105,7 +106,11 @@ def mean_curve(seeds):
 
 
 def average(values):
-    """The mean with what is known of it: its interval from five values on, else the standard deviation of one value."""
+    """The mean with what is known of it: its interval from five values on, else the standard deviation of one value.
+
+    >>> average([1, 2, 3, 4, 5])
+    '3.000 (1.037 to 4.963)'
+    """
     text = f"{mean(values):.3f}"
     if len(values) >= 5:
         low, high = interval(values)
@@ -115,22 +120,39 @@ def average(values):
     return text
 
 
+def explained(counts):
+    """What `average` writes beside a mean, in words. counts: of the values of all rows of a table."""
+    kinds = []
+    if MOST_BY_T in counts:
+        kinds.append(f"Student's t, {MOST_BY_T} seeds")
+    if max(counts) > MOST_BY_T:
+        kinds.append(f"bootstrap, {max(counts)} seeds")
+    words = f" In brackets: its 95 % interval ({'; '.join(kinds)})." if kinds else ""
+    if any(1 < count < MOST_BY_T for count in counts):
+        words += f" After ±: the standard deviation of one seed, where there are fewer than {MOST_BY_T}."
+    return words
+
+
 def ends(histories):
     """Cells: the first, the last and the best of some histories."""
     found = [[values[0] for values in histories], [values[-1] for values in histories], [*map(max, histories)]]
     return [average(values) for values in found]
 
 
-def paired_interval(differences):
-    """Mean and half width of its 95 % interval, under a normal distribution of the differences."""
-    if len(differences) < 2:
-        return differences[0], math.nan
-    quantile = T_975[min(len(differences) - 1, len(T_975)) - 1]
-    return mean(differences), quantile * stdev(differences) / math.sqrt(len(differences))
+def t_interval(values):
+    """Mean and half width of its 95 % interval, under a normal distribution of the values (Student's t)."""
+    if len(values) < 2:
+        return values[0], math.nan
+    quantile = T_975[min(len(values) - 1, len(T_975)) - 1]
+    return mean(values), quantile * stdev(values) / math.sqrt(len(values))
 
 
 def interval(values):
-    """The bounds between which 95 % of the means of resampled values lie: a percentile bootstrap."""
+    """The bounds of a 95 % interval of the mean: of few values by Student's t, because a bootstrap of five is a third
+    too narrow; of more those between which 95 % of the means of resampled values lie."""
+    if len(values) <= MOST_BY_T:
+        center, half_width = t_interval(values)
+        return center - half_width, center + half_width
     draws = np.random.default_rng(0).choice(values, size=(10_000, len(values)))
     low, high = np.percentile(draws.mean(axis=1), [2.5, 97.5])
     return low, high
@@ -144,11 +166,13 @@ def markdown(heads, rows):
 def draw_curves(axes, variants, colors, **style):
     """The curves of a panel, and their means over seeds. variants: {variant: {seed: points}}; colors: their order."""
     for variant, seeds in variants.items():
-        color = f"C{colors.index(variant)}"
+        place = colors.index(variant)
+        color = f"C{place}"
+        dashes = {"linestyle": "-" if place < 10 else "--"} | style  # there are ten colors
         for line in seeds.values():
-            axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **style)
-        label = f"{variant}, mean of {len(seeds)} seeds"
-        axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **style)
+            axes.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=0.8, **dashes)
+        label = f"{variant}, mean of {len(seeds)} seeds" if len(seeds) > 1 else f"{variant}, one seed"
+        axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **dashes)
 
 
 def save_figure(figure, file, dpi, data):

@@ -23,6 +23,7 @@ from common.lm.tokens import encode_prompts
 SCRIPTS = {f"{script.__name__.rpartition('.')[2]}.py": script for script in (ddpo, dpo, grpo, ilql, ppo, reward, sft)}
 GUIDE = ROOT / "algos/README.md"
 PAGES = [ROOT / "README.md", ROOT / "tests/README.md", *sorted(ROOT.glob("algos/*.md"))]
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/**/*.md"))]
 DOCUMENTS = [*PAGES, *(ROOT / "algos" / name for name in SCRIPTS)]
 COMMAND = re.compile(
     r"^ *(?:\w.*&& )?((?:python|accelerate launch|torchrun --nproc_per_node \d+) algos/(\w+\.py)[^#`\n]*)", re.M
@@ -49,7 +50,7 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     for link in re.findall(r"\]\(([^)]+)\)", text):
@@ -146,7 +147,7 @@ def test_the_set_ups_of_readme_are_run_as_they_stand():
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
 
 
-MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, run_module]
+MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, tables, run_module]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

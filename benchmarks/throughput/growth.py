@@ -16,7 +16,6 @@ import resource
 import sys
 import tempfile
 from pathlib import Path
-from statistics import linear_regression
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -69,13 +68,13 @@ def stored():
 
 
 def slope(values, figures):
-    """The exponent: least squares of log(figure) over log(value)."""
-    fit = linear_regression([math.log(value) for value in values], [math.log(figure) for figure in figures])
-    return fit.slope
+    """The exponent between two points: the slope of log(figure) over log(value)."""
+    return math.log(figures[1] / figures[0]) / math.log(values[1] / values[0])
 
 
 def table():
-    """The table of the page: a row a point, then the exponents of an axis."""
+    """The table of the page: a row a point, then the exponents of an axis from its first size to the second, and from
+    the last but one to the last."""
     heads = ["size", "rollout s", "update s", "MB", "TRL: both s", "TRL: MB", "times"]
     found = {(row["axis"], int(row["value"]), row["system"]): row for row in stored()}
     rows = []
@@ -90,8 +89,10 @@ def table():
             if peer:
                 cells += [peer["seconds"][:-1], peer["memory_mb"], f"{float(peer['seconds']) / both:.2f}"]
             rows.append(cells + [""] * (len(heads) - len(cells)))
-        exponents = [f"{slope(values, column):.2f}" for column in zip(*figures, strict=True)]
-        rows.append([f"{axis}: exponent", *exponents, "", "", ""])
+        exponents = []
+        for column in zip(*figures, strict=True):
+            exponents.append(f"{slope(values[:2], column[:2]):.2f}, {slope(values[-2:], column[-2:]):.2f}")
+        rows.append([f"{axis}: exponents", *exponents, "", "", ""])
     return markdown(heads, rows)
 
 

@@ -3,7 +3,6 @@ there, and `check.py` fails where it does not follow."""
 
 import itertools
 import sys
-import textwrap
 from pathlib import Path
 from statistics import median
 
@@ -89,7 +88,7 @@ def compared():
 def table():
     """The table at the top of the page: a row a comparison and device."""
     heads = ["script", "precision", "device", "times", "fastest peer", "times its defaults", "memory"]
-    heads += ["fraction of GEMM peak", "runs"]
+    heads += ["fraction of GEMM peak", "runs", "commit"]
     lines = []
     for title, side, device, runs, peer, times, of_defaults in compared():
         words = device.replace("(R)", "").split()
@@ -99,7 +98,7 @@ def table():
         cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
         cells += [f"{system(other[0])}: {peer}", spread(of_defaults)]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
-        lines.append([*cells, f"{len(times)}"])
+        lines.append([*cells, f"{len(times)}", own[0]["commit"][:7]])
     return markdown(heads, lines)
 
 
@@ -122,14 +121,15 @@ def same_work():
 
 
 def quoted():
-    """What README.md of the repository says of each CPU in float32, and of a GPU in bfloat16: the medians of `times`,
-    and those of its defaults."""
-    found = {}
-    for title, side, device, _, _, times, of_defaults in compared():
-        if precision(side) == ("bf16" if device.startswith("NVIDIA") else "fp32"):
-            brackets = f" ({median(of_defaults):.1f})" if of_defaults else ""
-            found.setdefault(device, []).append(f"{title} {median(times):.1f}{brackets}")
-    lines = []
-    for device, texts in found.items():
-        lines += textwrap.wrap(f"- {device}: {'; '.join(texts)}.", 120, subsequent_indent="  ", break_on_hyphens=False)
-    return lines
+    """The table of speed in README.md of the repository: a row a script, with its times on each device."""
+    columns = {"AMD EPYC, AVX512": 1, "AMD EPYC, AVX2": 3, "NVIDIA H100 80GB HBM3": 4}
+    rows = {}
+    for title, _, device, _, _, times, of_defaults in compared():
+        if "layers" in title:
+            continue
+        cells = rows.setdefault(title, [title, "", "", "", ""])
+        cells[columns[device]] = spread(times)
+        if device == "AMD EPYC, AVX512":
+            cells[2] = spread(of_defaults)
+    heads = ["script", "CPU with AVX-512", "the same, TRL's defaults", "CPU with AVX2, older code", "H100, older code"]
+    return markdown(heads, rows.values())

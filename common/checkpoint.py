@@ -157,9 +157,9 @@ def full_weights(lm):
 
     adapters = lm._hf_peft_config_loaded
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
-    of_adapter = ["lora_", *getattr(lm, "stored_layers", ())]  # see `load_weights`
-    frozen = [(name, weight) for name, weight in lm.named_parameters() if not weight.requires_grad]
-    frozen = nn.ParameterList(weight for name, weight in frozen if any(part in name for part in of_adapter))
+    came = getattr(lm, "stored_layers", ())
+    named = [(name, weight) for name, weight in lm.named_parameters() if "lora_" in name or name in came]
+    frozen = nn.ParameterList(weight for _, weight in named if not weight.requires_grad)
     frozen.requires_grad_(True)
     weights = dcp.get_model_state_dict(lm, options=options)
     frozen.requires_grad_(False)

@@ -52,9 +52,8 @@ def adapter_base(path, revision=None):
 
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
-        config = json.loads(
-            Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text(encoding="utf-8")
-        )
+        file = find_adapter_config_file(spec_path(path) or path, revision=revision)
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
@@ -63,7 +62,7 @@ class LibraryWarnings(logging.Handler):
 
     def emit(self, record):
         text = record.getMessage()
-        if "LOAD REPORT" not in text:
+        if not re.search("LOAD REPORT|torchvision", text):
             screen.say(f"{record.levelname.lower()}: {text}")
 
 
@@ -72,15 +71,15 @@ library_warnings = LibraryWarnings()
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, an exception becomes an InputError with its message. From here on, libraries show no bars of theirs, and
-    their warnings are printed in the first process of all."""
+    """Inside, an exception becomes an InputError with its message, and warnings of transformers are printed in the
+    first process of all, but no bars."""
     from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
-    transformers_logging.set_verbosity_warning()
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(library_warnings)
+    transformers_logging.set_verbosity_warning()
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
         if is_path and not spec_path(name):  # the libraries would take it for a name of the hub
@@ -91,6 +90,8 @@ def loading(flag, name):
         yield
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {name!s:.400} cannot be loaded: {' '.join(str(error).split())}") from None
+    finally:
+        transformers_logging.set_verbosity_error()  # what follows is about calls of ours
 
 
 def read_options(words, where):

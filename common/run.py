@@ -60,7 +60,7 @@ def closes_run(main):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of its import, until `loading`
         warnings.filterwarnings("ignore", NO_NEWS)
         screen.start()
         screen.show("loading libraries")

@@ -722,22 +722,6 @@ def test_arguments_of_tool_calls_become_mappings():
         assert function["arguments"] == arguments  # the row is as it was
 
 
-@pytest.mark.parametrize("bad", ["\ufdd0", "\ud800"], ids=ascii)
-def test_a_chat_that_is_no_text_is_refused(chatty, bad):
-    """The mark of chats would cut the row, and no tokenizer takes half a surrogate pair; in messages and in tools."""
-    one = {"prompt": [AB], "completion": [CD]}
-    said = refused("--dataset row 2 must be valid text: it holds half a surrogate pair or U[+]FDD0")
-    for row in (one | {"completion": [answer(f"c{bad}d")]}, one | {"prompt": [user(bad)]}):
-        with said:
-            list(sft.encode_segments([one, row], chatty, "--dataset"))
-    with said:
-        encode_prompts([one, one | {"tools": [{"name": bad}]}], chatty, 5, 99, "--dataset")
-    sides = {"chosen": [AB, CD], "rejected": [AB, F]}
-    with refused("--dataset row 1, chosen must be valid text"):
-        pair_texts([sides | {"rejected": [AB, answer(bad)]}], chatty, "--dataset")
-    assert len(list(sft.encode_segments([one | {"completion": [answer("\ufdd1")]}], chatty, "--dataset"))) == 1
-
-
 def test_empty_prompts_are_counted(letters, capsys):
     encode_prompts([{"prompt": text} for text in ("", "a", "")], letters, 5, 99, "--dataset")
     assert capsys.readouterr().out == "--dataset: 2 of 3 prompts are empty; they become the beginning token\n"

@@ -56,8 +56,7 @@ def load_tokenizer(args, path, revision):
     revision = revision if source == path else None
     files = {file.name for file in Path(source).glob("*")}  # none for a hub id
     if source == path and Path(source).is_dir() and files.isdisjoint(("config.json", "adapter_config.json")):
-        pipeline = "it is a pipeline, for ddpo.py" if "model_index.json" in files else None
-        raise ValueError(pipeline or "it holds no model: neither config.json nor adapter_config.json")
+        raise ValueError("it is a pipeline: see ddpo.py" if "model_index.json" in files else "it has no config.json")
     if files and not re.search("token|vocab|[.]model", " ".join(files)):
         source, revision = adapter_base(source)
         if source is None:  # transformers would make one up
@@ -84,11 +83,10 @@ def load_weights(auto_class, path, revision=None, **keywords):
     if missing:  # a new head, in place of another one
         unexpected = {name for name in unexpected if name.startswith(model.base_model_prefix)}
     if base:
-        of_base = [*model.parameters()]
+        of_base = {id(weight): weight for weight in model.parameters()}
         report = model.load_adapter(path, adapter_kwargs={"revision": revision})
         unexpected |= report.unexpected_keys
-        ids = {*map(id, of_base)}
-        came = [name for name, weight in model.named_parameters() if id(weight) not in ids]
+        came = [name for name, weight in model.named_parameters() if id(weight) not in of_base]
         model.stored_layers = [name for name in came if not re.search("lora_|modules_to_save", name)]
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings

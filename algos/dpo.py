@@ -563,7 +563,7 @@ def summary(run, tokenizer, data, max_length):
         "reference": reference,
         "data": f"{data.report}\n{tokens}",
         "first pair": f"[{prompt[-400:]!r}] | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
-        "steps": run.plan(len(data.pairs), "pairs"),
+        "steps": f"{run.total_steps} of {args.batch_size} pairs, {args.micro_batch_size} per forward pass",
     }
     if data.prompts:
         facts["samples"] = f"of {len(data.prompts)} prompts at each evaluation"

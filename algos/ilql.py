@@ -745,7 +745,7 @@ def summary(run, tokenizer, data):
         "first row": f"{marked(tokenizer, first_row.ids, is_action)[:800]}   [not actions]; its return, as used: "
         f"{sum(first_row.rewards):.4g}",
         "targets": f"move {taken_over:.0%} of the way to Q",
-        "steps": run.plan(len(data.episodes), "rows"),
+        "steps": f"{run.total_steps} of {args.batch_size} rows, {args.micro_batch_size} per forward pass",
     }
 
 

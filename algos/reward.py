@@ -341,7 +341,7 @@ def summary(run, new_head, data, max_length):
         "head": "new" if new_head else "that of --model",
         "data": f"{data.report}\n{tokens}",
         "first pair": f"{prompt[-400:]!r} | chosen: {chosen[:200]!r} | rejected: {rejected[:200]!r}",
-        "steps": run.plan(len(data.pairs), "pairs"),
+        "steps": f"{run.total_steps} of {run.args.batch_size} pairs, {run.args.micro_batch_size} per forward pass",
     }
 
 

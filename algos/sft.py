@@ -308,7 +308,7 @@ def summary(run, tokenizer, data, max_length):
     facts = {
         "data": f"{data.report}\n{tokens}",
         "first row": f"{marked(tokenizer, ids, [label != -100 for label in labels])[:800]}   [without loss]",
-        "steps": run.plan(len(data.examples), "rows"),
+        "steps": f"{run.total_steps} of {run.args.batch_size} rows, {run.args.micro_batch_size} per forward pass",
     }
     if data.prompts:
         facts["samples"] = f"of {len(data.prompts)} prompts at each evaluation"

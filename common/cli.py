@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -119,15 +118,8 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    unknown = given - known
-    sentences = [
-        f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())
-    ]
-    for flag in sorted(unknown - said.keys()):  # tyro knows what is like a flag of ours
-        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
-            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says of {near}: {said[near]}")
-    return sentences
+    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------
@@ -154,8 +146,7 @@ Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
 def is_stop(text):
-    """Not the empty text, which every response ends with, nor a line break as a shell does not read it: \\n, although
-    \\text and \\nabla are words of TeX."""
+    """Neither empty, as every response ends, nor with a \\n of a shell; \\text and \\nabla are words of TeX."""
     return text and not re.match(r"(\\[nrt])+(?![a-z{])", text)
 
 

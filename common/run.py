@@ -277,13 +277,6 @@ class Run:
         changed = [f"{flag_of(name)} {value}" for name, value in flags.items() if value != defaults[name]]
         self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 
-    def plan(self, num_rows, unit):
-        """The sizes of a run over rows, in words."""
-        size = self.args.batch_size
-        share = size // self.accelerator.num_processes
-        each = f"{share} per process, at most {self.args.micro_batch_size} per forward pass"
-        return f"{self.total_steps} of {size} {unit} ({self.total_steps * size / num_rows:.3g} epochs): {each}"
-
     def iterations(self):
         """Yields the numbers of the remaining iterations, counted from 1, each with its `step`. With --check it yields
         one, or two if each is one optimizer step: only the second has AdamW's moments in memory."""

@@ -83,18 +83,18 @@ SUMMARY = {  # parts of it, in their order, behind its first lines, which are th
 --eval-dataset: 7 rows, ... tokens per row: median 10, longest 11, at most 32
 first row [s]da<eos> [not actions]; its return, as used: 1.253
 targets move 94% of the way to Q
-steps 12 of 8 rows (4.17 epochs): 8 per process, at most 8 per forward pass""",
+steps 12 of 8 rows, 8 per forward pass""",
     "sft": """data 23 rows, ... tokens per row: median 10, longest 11, at most 32
 first row [s]da<eos> [without loss]
-steps 12 of 8 rows (4.17 epochs): 8 per process, at most 8 per forward pass
+steps 12 of 8 rows, 8 per forward pass
 samples of 5 prompts at each evaluation""",
     "reward": """head new data 22 pairs, ... tokens of the longer text: median 11, longest 11, at most 32
 first pair 's' | chosen: 'da' | rejected: 'busuidtkb'
-steps 12 of 8 pairs (4.36 epochs): 8 per process, at most 8 per forward pass""",
+steps 12 of 8 pairs, 8 per forward pass""",
     "dpo": """loss sigmoid, beta 0.1, label smoothing 0, SFT coefficient 0
 reference the model at the start data 22 pairs; ... tokens of the longer text: median 11, longest 11, at most 32
 first pair ['s'] | chosen: 'da<eos>' | rejected: 'busuidtkb<eos>'
-steps 12 of 8 pairs (4.36 epochs): 8 per process, at most 8 per forward pass
+steps 12 of 8 pairs, 8 per forward pass
 samples of 5 prompts at each evaluation""",
     "ddpo": """data 3 prompts, 3 to evaluate; first: 'a red circle'
 epochs 6, each with 4 images of 2 steps, 2 of them with noise, then optimizer steps: 2 of 2 images x 2 steps,

@@ -209,5 +209,5 @@ def floats(value, count=None):
         numbers = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
         return None
-    is_right = numbers.shape in ((), (count,)) and numbers.sum().abs() <= torch.finfo(torch.float32).max
+    is_right = numbers.shape in ((), (count,)) and numbers.float().isfinite().all()
     return numbers.tolist() if is_right else None

@@ -173,7 +173,7 @@ def plain(value):
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
+        return sorted(map(repr, map(plain, value)))
     if not isinstance(value, PLAIN) and " at 0x" in repr(value):
         return type(value).__name__
     return value

@@ -15,7 +15,7 @@ import fsspec
 
 from common.errors import InputError
 from common.functions import accepted, build, call_metric, call_reward, load_function, spec_path
-from common.report import screen
+from common.report import screen, visible
 
 # Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
 TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
@@ -27,6 +27,9 @@ FILE_KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")  # also with .gz, b
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
 
 WORDS = {"true": True, "false": False, "": None}  # cells in such columns
+
+# half a surrogate pair, which no tokenizer takes, and two code points that are no characters: one marks places in chats
+NO_TEXT = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
 
 # columns that a chat template renders
 CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "chat_template_kwargs"}
@@ -84,6 +87,8 @@ def load_rows(data, flag):
         if row.keys() != rows[0].keys():
             columns = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys())))
             raise InputError(f"{flag} row {number} and row 1 differ in their columns: {columns} (null: an empty cell)")
+        if wrong := NO_TEXT.search(json.dumps(row, ensure_ascii=False, skipkeys=True, default=lambda part: None)):
+            raise InputError(f"{flag} row {number} holds {visible(wrong[0])}, which must not be in a valid text")
     if isinstance(data, list | tuple) or (isinstance(source, str) and ".json" in source):
         return rows  # which are as they stand there; others may come from Arrow
     return [row | {column: without_nulls(row[column]) for column in CHATS & row.keys()} for row in rows]

@@ -486,3 +486,12 @@ def test_help_and_mistyped_flags_wait_for_torch_alone(tmp_path):
     assert re.findall(r"^usage: (\w+)\.py ", done.stdout, re.M) == with_help
     assert "\ncode 2\n" in done.stdout and done.stdout.endswith("\n[]\n")
     assert "Unrecognized options: --lrr" in done.stderr
+
+
+def test_misspelt_name_of_another_library():
+    from algos.sft import Args
+    from common.cli import foreign_names
+
+    [sentence] = foreign_names(["--lerning-rate", "1"], Args, "sft")
+    assert "MIGRATION.md says of --learning-rate: `--lr`" in sentence
+    assert foreign_names(["--no-gradient-checkpointing", "--lrr", "1", "--help"], Args, "sft") == []

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 from helpers import BOS, EOS, PAD, TEMPLATE, UNK, add_specials, answer, encoded, jsonl, turn, user, write
@@ -1027,3 +1028,21 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     assert capsys.readouterr().out == dropped.format("--dataset", 4) + dropped.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         encoded(script, rows[:1], LM, letters, **sets, max_new_tokens=29)
+
+
+@pytest.mark.parametrize("broken", ["\ud83d", "\ufdd0", "\ufdd1"])
+def test_no_text(broken):
+    chat = [{"role": "user", "content": f"a{broken}"}]
+    with pytest.raises(InputError, match="--dataset row 2 holds .*valid text"):
+        load_rows([{"messages": []}, {"messages": chat}], "--dataset")
+
+
+@pytest.mark.parametrize("path", ["http://localhost:9/x.png", "/etc/hostname"])
+def test_media_stay_as_stored(tmp_path, path):
+    schema = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()}).arrow_schema
+    named = [{"prompt": "a", "image": {"bytes": None, "path": path}}]
+    pq.write_table(pyarrow.Table.from_pylist(named, schema=schema), tmp_path / "rows.parquet")
+    assert load_rows(str(tmp_path / "rows.parquet"), "--dataset") == named
+    stored = [{"prompt": "a", "image": {"bytes": b"no image", "path": path}}]
+    datasets.Dataset(pyarrow.Table.from_pylist(stored, schema=schema)).save_to_disk(tmp_path / "saved")
+    assert load_rows(str(tmp_path / "saved"), "--dataset")[0]["image"]["bytes"] == b"no image"

@@ -71,6 +71,8 @@ def parse(argv, args_class, task=None):
     prog = " --config ".join([Path(sys.argv[0]).name, *files.config])  # so that tyro's errors name the files
     about = f"{inspect.getdoc(args_class)} {ABOUT_FLAGS}"
     args = tyro.cli(args_class, prog=prog, description=about, args=words)
+    if hasattr(args, "stop"):
+        args.stop = tuple(text.removeprefix("\0") for text in args.stop)  # see `read_config`
     if takes_task and os.environ.get("RANK", "0") == "0":
         print("no --model, --dataset or --config: running the embedded task, as set in")
         print(f"{task}; flags override them", flush=True)
@@ -99,11 +101,12 @@ def read_config(path, args_class, skips_unknown=False):
         value = str(node.value)
         is_on = yaml.SafeLoader.bool_values.get(value.lower())
         if isinstance(node, yaml.SequenceNode):
-            words += [flag, *(str(item.value) for item in node.value)]
+            # tyro would take --a for a flag
+            words += [flag, *(re.sub(r"^(?=-[^\d.])", "\0", str(item.value)) for item in node.value)]
         elif types.get(flag) is bool and is_on is not None:
             words.append(flag if is_on else flag.replace("--", "--no-"))
         else:
-            words += [flag, "None" if value in ("null", "~") else value]
+            words.append(f"{flag}={'None' if value in ('null', '~') else value}")
     return words
 
 

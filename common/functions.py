@@ -103,8 +103,16 @@ def load_function(spec, flag):
 
 @functools.cache
 def import_file(path, source):
-    """The module of a file, imported under its own name, once for each version of its source."""
-    sys.path.append(str(path.parent))  # for what the file imports
+    """The module of a file, imported under its own name, once for each version of its source. What it imports may lie
+    beside it; InputError where something else has that name, as an installed library or the file of another flag."""
+    sys.path.append(str(path.parent))
+    # Python has put the scripts' folder first, which has a reward.py
+    sys.path.sort(key=lambda folder: Path(folder).resolve() == ROOT / "algos")
+    for other in re.findall(r"(?m)^\s*(?:from|import)\s+(\w+)", source.decode(errors="ignore")):
+        beside = path.with_name(f"{other}.py")
+        found = beside.exists() and importlib.util.find_spec(other).origin
+        if found and os.path.realpath(found) != os.path.realpath(beside):
+            raise InputError(f"{path} would import {found}, not the {beside.name} beside it: rename that one")
     name = "plainrl_user_" + hashlib.sha256(os.fsencode(f"{path}{source}")).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

@@ -477,6 +477,24 @@ def test_names_of_functions_that_are_refused(here):
             call_function(function, "r.py:f", [{"prompt": "b", column: 1}], {"outputs": ["c"]})
 
 
+def test_modules_beside_the_file_of_a_function(here, monkeypatch):
+    """One that is named as a script is imported. A name that something else has is told: a package of the repository,
+    an installed library, the file of another flag. A file that is not imported may have any name."""
+    monkeypatch.setattr(sys, "modules", sys.modules | {})
+    sys.path.insert(0, str(ROOT / "algos"))  # as Python does for `python algos/ppo.py`
+    for folder, imported in {"a": "reward", "b": "common", "c": "yaml", "d": "mine", "e": "mine"}.items():
+        Path(folder).mkdir()
+        for name in (imported, "torch"):
+            Path(folder, f"{name}.py").write_text(f"value = '{folder}'")
+        Path(folder, "user.py").write_text(f"def f():\n    from {imported} import value\n\n    return value\n")
+        if folder in "ad":
+            assert load_function(f"{folder}/user.py:f", "--reward")() == folder
+        else:
+            said = f"^{here}/{folder}/user.py would import .*{imported}.*, not the {imported}.py beside it: rename"
+            with pytest.raises(InputError, match=said):
+                load_function(f"{folder}/user.py:f", "--reward")
+
+
 segments = functools.partial(row_segments, flag="--dataset")
 pairs = functools.partial(pair_texts, flag="--dataset")
 queries = functools.partial(encode_prompts, max_new_tokens=4, limit=32, flag="--dataset")

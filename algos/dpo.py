@@ -56,7 +56,7 @@ from common.lm.tokens import (
     int32,
     num_labels,
     split_rows,
-    tell_unknown_tokens,
+    tell_unknown,
     tell_untrained_end,
     tokenize,
 )
@@ -281,7 +281,7 @@ def encode_pairs(rows, tokenizer, max_length, args, flag):
     heads = tokenize(tokenizer, prompt_texts, not chat, end="template")
     chosen_ids = tokenize(tokenizer, chosen_texts, not chat, end)
     rejected_ids = tokenize(tokenizer, rejected_texts, not chat, end)
-    tell_unknown_tokens(tokenizer, chosen_ids + rejected_ids, flag)
+    tell_unknown(tokenizer, map(list.__add__, chosen_ids, rejected_ids), flag)
     bos = tokenizer.bos_token_id
     pairs = []
     prompts_cut = 0

@@ -80,7 +80,7 @@ class Args(RunArgs, ModelArgs):
     reward: str | None = None
     """file.py:function(samples, prompts, outputs, **columns) -> one number per sample, or a list with one per token, or
     {"score": these, name: further columns to log}. Or the directory or hub id of a sequence classifier (with :label if
-    it has several) or of a LoRA adapter for one."""
+    it has several) or of a LoRA adapter for one. outputs keep special tokens that neither begin, end nor pad."""
     total_episodes: Count = 65536
     """Length of the run in episodes (one prompt with one response), rounded down to whole iterations."""
     rollout_batch_size: Count | None = None

@@ -49,7 +49,7 @@ from common.lm.classifier import classifier_ids, classifier_logits, raise_heads
 from common.lm.load import load_pretrained
 from common.lm.logprobs import compute_pairs
 from common.lm.structure import can_pack, freeze, max_positions
-from common.lm.tokens import in_lines, int32, split_rows, tell_unknown_tokens
+from common.lm.tokens import in_lines, int32, split_rows, tell_unknown
 from common.rows import longest_rows, read_data, set_flag, set_prefix
 from common.run import Run, closes_run
 from common.seeding import rng
@@ -183,7 +183,7 @@ def encode_texts(rows, tokenizer, max_length, flag):
     chats = is_chat(rows, ["chosen"])
     chosen_ids = classifier_ids(tokenizer, chosen_texts, ended, chats)
     rejected_ids = classifier_ids(tokenizer, rejected_texts, ended, chats)
-    tell_unknown_tokens(tokenizer, chosen_ids + rejected_ids, flag)
+    tell_unknown(tokenizer, map(list.__add__, chosen_ids, rejected_ids), flag)
     kept = []
     pairs = []
     too_long = 0

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
@@ -57,14 +58,28 @@ def adapter_base(path, revision=None):
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
+class LibraryWarnings(logging.Handler):
+    """Prints warnings of transformers, but for its table of weights: `load_weights` says what is left out."""
+
+    def emit(self, record):
+        text = record.getMessage()
+        if "LOAD REPORT" not in text:
+            screen.say(f"{record.levelname.lower()}: {text}")
+
+
+library_warnings = LibraryWarnings()
+
+
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, libraries are quiet, and an exception becomes an InputError with its message."""
-    from transformers.utils import logging
+    """Inside, an exception becomes an InputError with its message. From here on, libraries show no bars of theirs, and
+    their warnings are printed in the first process of all."""
+    from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(library_warnings)
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
         if is_path and not spec_path(name):  # the libraries would take it for a name of the hub

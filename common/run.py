@@ -46,6 +46,10 @@ OUT_OF_MEMORY = (
 )
 
 
+# Warnings of peft and torch about what they do themselves.
+NO_NEWS = "fan_in_fan_out is set to False|The following \\w+_pattern keys|Synchronization debug mode is a prototype"
+
+
 def closes_run(main):
     """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
     memory becomes an InputError that names the flags that help."""
@@ -56,8 +60,7 @@ def closes_run(main):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when transformers is imported
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False|Synchronization debug mode is a prototype")
+        warnings.filterwarnings("ignore", NO_NEWS)
         screen.start()
         screen.show("loading libraries")
         try:

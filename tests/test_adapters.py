@@ -320,7 +320,7 @@ def test_the_line_of_use_of_an_adapter_ends_where_it_was_trained_to(gpt2_dir, tm
     assert AutoModelForCausalLM.from_pretrained(run_dir / "hf_model").generation_config.eos_token_id == [7, 22]
 
 
-@pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"use_dora": True}, "IA3"])
+@pytest.mark.parametrize("option", [{"bias": "lora_only"}, {"use_dora": True}, "IA3", {"trainable_token_indices": [2]}])
 def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     """transformers does not export these, nor load the vectors of DoRA."""
     config = peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], task_type="CAUSAL_LM")
@@ -332,6 +332,49 @@ def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     said = "(is not plain LoRA|magnitude.*missing|also holds .*, which the export would lose)"
     with pytest.raises(InputError, match=f"--model .*theirs cannot be loaded: .*{said}"):
         load_model(flags_of(), tmp_path / "theirs")
+
+
+STORED = {"stored": {}, "trained": {"modules_to_save": ["lm_head", "embed_tokens"]}}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", STORED)
+def test_an_export_holds_all_that_came_with_an_adapter(build_model, letters, tmp_path, kind, tied):
+    """Also whole layers, which peft stores on request."""
+    build_model("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, **STORED[kind])
+    theirs = peft.get_peft_model(base, config)
+    for name, weight in theirs.named_parameters():
+        if "embed_tokens" in name:
+            weight.data.normal_()
+    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=kind == "stored")
+    letters.save_pretrained(tmp_path / "adapter")
+    _, run_dir = run(sft, tmp_path / "adapter", tmp_path / "run", lr=1e-30)
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    close(logits(AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")), logits(before), 1e-6)
+    moved = logits(before) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    assert moved.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_an_adapter_of_fused_experts_goes_on(letters, tmp_path, family):
+    """Its routers have adapters, since peft adds them, that stay zero: the file holds them, as its list of targets."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_experts_per_tok": 2, "vocab_size": len(letters), "max_position_embeddings": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=3, moe_intermediate_size=24)
+    if family == "mixtral":
+        config = transformers.MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    letters.save_pretrained(tmp_path / "base")
+    _, run_dir = run(sft, tmp_path / "base", tmp_path / "one", lora_r=3)
+    metrics, again = run(sft, run_dir / "hf_model", tmp_path / "two", lr=1e-30)
+    assert metrics["eval/loss"] == pytest.approx(log(run_dir)[-1]["eval/loss"], abs=1e-5)
+    held = safetensors.torch.load_file(again / "hf_model/adapter_model.safetensors")
+    assert equal(held, safetensors.torch.load_file(run_dir / "hf_model/adapter_model.safetensors"))
+    routers = [weight for name, weight in held.items() if ".gate.lora_B" in name]
+    assert all(weight.abs().max() == 0 for weight in routers)
 
 
 @pytest.mark.parametrize("script", [ppo, ilql, reward], ids=lambda script: script.__name__)

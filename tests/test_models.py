@@ -14,12 +14,14 @@ import torch
 from helpers import BOS, EOS, add_specials, recorded
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
-from algos import ilql, ppo, sft
+from algos import ilql, ppo, reward, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import from_task
 from common.errors import InputError
-from common.lm.classifier import classifier_ids
+from common.lm import load
+from common.lm.classifier import RewardModel, classifier_ids
 from common.lm.load import load_model
 from common.lm.structure import as_decoder, end_tokens, max_positions
 
@@ -73,6 +75,59 @@ def test_export_is_read_back_by_plain_transformers(build_model, letters, family,
     with safe_open(tmp_path / "model/model.safetensors", "pt") as file:
         assert ("lm_head.weight" in file.keys()) == (not tied)
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("ba")["input_ids"] == [1, 0]
+
+
+def with_more(source, folder, **tensors):
+    """A copy of a model's directory whose file holds more weights than the model has."""
+    shutil.copytree(source, folder)
+    held = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file(held | tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def test_weights_that_the_model_does_not_have_are_said(tiny_dirs, tmp_path, capsys):
+    """As with biases that config.json does not ask for, or a head of another library. The model itself, the reference
+    and a reward model; the head that a new one replaces is no news."""
+    bias = {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(12) for i in range(2)}
+    biased = with_more(tiny_dirs["llama"], tmp_path / "biased", **bias)
+    said = (
+        f"warning: {biased} holds 2 weights that are no part of its model: model.layers.0.self_attn.q_proj.bias, model"
+    )
+    short_sft(biased, tmp_path / "sft")
+    assert said in capsys.readouterr().out
+    short_ppo(tiny_dirs["llama"], tmp_path / "ppo", ref_model=biased)
+    assert said in capsys.readouterr().out
+    args = reward.Args(model=tiny_dirs["llama"], dataset=[])
+    reward.load_classifier(args, tiny_dirs["llama"])
+    assert "holds" not in capsys.readouterr().out
+    lm, tokenizer, _ = reward.load_classifier(args, biased)
+    assert "holds 2 weights" in capsys.readouterr().out
+    lm.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    judge = with_more(tmp_path / "judge", tmp_path / "more", v_head=torch.ones(3))
+    RewardModel(ppo.Args(model="none", dataset=[], reward=judge), lm)
+    assert f"warning: {judge} holds 1 weights that are no part of its model: v_head" in capsys.readouterr().out
+
+
+def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypatch):
+    """Not its bars, nor its table of weights."""
+    load_weights = load.load_weights
+
+    def warning(*args, **options):
+        logging.get_logger("transformers.tokenization_utils").warning("a wrong pattern")
+        return load_weights(*args, **options)
+
+    monkeypatch.setattr(load, "load_weights", warning)
+    path = with_more(gpt2_dir, tmp_path / "model", v_head=torch.ones(3))
+    load_model(sft.Args(model=path, dataset=[]), path)
+    out, err = capsys.readouterr()
+    assert out.startswith("warning: a wrong pattern\n") and "REPORT" not in out + err and "%" not in err
+
+
+def test_a_stop_string_that_the_tokenizer_cannot_write_is_said(gpt2_dir, capsys):
+    for stop, said in ((("a", "b}"), 1), (("a",), 0)):
+        load_model(ppo.Args(model="none", dataset=[], reward=more_vowels, stop=stop), gpt2_dir)
+        assert capsys.readouterr().out.count("--stop: 1 of 2 texts have characters") == said
 
 
 LINES = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]
@@ -249,17 +304,3 @@ def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path))
     loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
     assert loaded.get_input_embeddings().weight.grad[end].any()
-
-
-@pytest.mark.parametrize("flag", ["--model", "--ref-model"])
-def test_weights_without_a_place_are_told(gpt2_dir, tmp_path, capsys, flag):
-    """As a bias that the configuration does not ask for, which would be trained and exported without it."""
-    shutil.copytree(gpt2_dir, tmp_path / "more")
-    held = safetensors.torch.load_file(tmp_path / "more/model.safetensors")
-    held |= {"transformer.h.0.attn.more.bias": torch.ones(3), "transformer.h.1.attn.more.bias": torch.ones(3)}
-    safetensors.torch.save_file(held, tmp_path / "more/model.safetensors", {"format": "pt"})
-    load_model(from_task(ppo.Args, ppo.TASK), tmp_path / "more", flag)
-    said = f"warning: {flag}: 2 weights of its files have no place in the model: transformer.h.0.attn.more.bias, "
-    assert said in capsys.readouterr().out
-    load_model(from_task(ppo.Args, ppo.TASK), gpt2_dir, flag)
-    assert capsys.readouterr().out == ""

@@ -27,7 +27,7 @@ from common.errors import InputError
 from common.functions import load_function
 from common.lm.chat import chat_text, pair_texts, tell_header
 from common.lm.classifier import classifier_ids
-from common.lm.tokens import encode_prompts, encode_segments, int32
+from common.lm.tokens import encode_prompts, int32
 from common.rows import load_rows, load_sets, read_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
@@ -300,6 +300,29 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
     assert found == (rows if result == "kept" else rows[:1])
     assert list(map(len, queries)) == [len(row["prompt"]) for row in found]
+
+
+def test_unknown_characters_are_counted(letters, capsys):
+    """Over all rows of a flag, in each script; a tokenizer whose unknown token is its end has no unknown characters."""
+    letters_x = ["ab", "axb", "x", ""]
+    prompts = [{"prompt": text} for text in letters_x]
+    answers = [row | {"completion": "a"} for row in prompts]
+    pairs = [row | {"chosen": f"{place}", "rejected": "b"} for place, row in zip("xaaa", prompts, strict=True)]
+    for read, rows, count in (
+        (lambda rows: encode_prompts(rows, letters, 5, 32, "--dataset"), prompts, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset")], answers, 2),
+        (lambda rows: [*sft.encode_segments(rows, letters, "--dataset", encoder=True)], answers, 2),
+        (lambda rows: pairs_of(rows, letters), pairs, 3),
+        (lambda rows: reward.encode_texts(rows, letters, 99, "--dataset"), pairs, 3),
+    ):
+        read(rows)
+        said = f"warning: --dataset: {count} of 4 texts have characters that the tokenizer does not know: they become"
+        assert capsys.readouterr().out.count(said) == 1
+        read(rows[3:])
+        assert "know" not in capsys.readouterr().out
+    letters.unk_token = letters.eos_token
+    encode_prompts(prompts, letters, 5, 32, "--dataset")
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.case(39, "dpo")
@@ -711,21 +734,6 @@ def test_a_header_that_is_no_generation_prompt_is_told(letters, capsys, template
     tell_header(letters, "--dataset")
     said = "warning: --dataset: the template has no generation prompt: '<assistant>' before an answer is trained with"
     assert (said in capsys.readouterr().out) == is_told
-
-
-def test_rows_with_unknown_tokens_are_counted(letters, capsys):
-    """Of prompts, texts and pairs. Where the end token stands for unknown ones, nothing can be said."""
-    rows = [{"prompt": "ab"}, {"prompt": "a{"}, {"prompt": "}{"}]
-    encode_prompts(rows, letters, 5, 99, "--eval-prompts")
-    list(encode_segments([row | {"completion": "b"} for row in rows], letters, "--dataset"))
-    pairs_of([row | {"chosen": "c", "rejected": "d"} for row in rows], letters)
-    said = capsys.readouterr().out
-    told = "{}: {} rows have parts that the tokenizer does not know (<unk>)"
-    for flag, count in (("--eval-prompts", "2 of 3"), ("--dataset", "2 of 3"), ("--dataset", "4 of 6")):
-        assert told.format(flag, count) in said
-    letters.unk_token = letters.eos_token
-    encode_prompts(rows, letters, 5, 99, "--eval-prompts")
-    assert capsys.readouterr().out == ""
 
 
 def test_plain_prompts_beside_a_chat_template_are_told(letters, capsys):

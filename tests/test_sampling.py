@@ -1,5 +1,7 @@
 """The decode loop of rollouts and evaluations, and the texts it makes: `python -m pytest tests/test_sampling.py`
 
+`draw` against softmax over a grid of uniforms; `generate` and `respond` against a slow loop of this file: one row at
+a time, the whole sequence through the model for every token, neither cache nor padding, and the inverse CDF in Python.
 In float64, where another layout of the same work gives the same tokens.
 """
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from helpers import EOS, PAD, pad_is_eos
+from helpers import BOS, EOS, PAD, pad_is_eos
 from test_seq2seq import random_seq2seq
 
 from algos import ppo
@@ -116,7 +118,7 @@ def slow_draw(logits, u, temperature):
 
 @torch.no_grad()
 def slow_sample(lm, query, row_uniforms, temperature):
-    """The response to one query (ids): the whole sequence through the model for every token."""
+    """The response (ids) to one query (ids)."""
     ids = []
     for u in row_uniforms.tolist():
         if lm.config.is_encoder_decoder:
@@ -172,7 +174,8 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
         pad_is_eos(letters)
     plain = build_any(kind, build_model)
     lm = as_decoder(copy.deepcopy(plain)) if kind == "t5" else plain
-    queries = prompts(5, 1, 3, 11, 2, 7, 1)
+    random = np.random.default_rng(0)
+    queries = [random.integers(0, 21, length).tolist() for length in (5, 1, 3, 11, 2, 7, 1)]
 
     def wholes(name, number):
         draws = keyed_uniforms(1, name, number, list(range(7)), 13)
@@ -326,8 +329,19 @@ def test_texts(letters):
     tokenizer = build_tokenizer("byte-level")  # blanks before a stop are stripped
     responses = [tokenizer(text).input_ids for text in (" a b \n\nUser: c", "end. ", "<|user|>a")]
     queries = [tokenizer("hello").input_ids] * 3
-    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "<|user|>a"]  # no end
+    assert decode(tokenizer, queries, responses, ("\n\nUser:",)) == [" a b", "end. ", "<|user|>a"]
     assert decode(tokenizer, queries, responses, ("User", "<|user|>")) == [" a b", "end. ", ""]
+
+
+def test_the_reward_reads_special_tokens_that_neither_begin_nor_end_nor_pad(letters):
+    """Such as the tags of a format, which it may ask for."""
+    letters.add_special_tokens({"additional_special_tokens": ["<think>", "<tool>"]})
+    queries = [[0, 25], [1]]
+    responses = [[25, 4, 26, EOS], [BOS, 5, EOS, PAD, PAD]]
+    assert decode(letters, queries, responses, ()) == ["<think>e<tool>", "f"]
+    assert decode(letters, queries, responses, ("<tool>",)) == ["<think>e", "f"]
+    letters.ends = [26, EOS]
+    assert decode(letters, queries, responses, ()) == ["<think>e", "f"]
 
 
 def test_decode_keeps_the_space_between_prompt_and_output():

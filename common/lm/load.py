@@ -12,6 +12,7 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
+from common.lm.tokens import tell_unknown
 from common.report import screen
 
 
@@ -34,14 +35,11 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        model, missing, unexpected = load_weights(auto_class, path, revision, **keywords)
+        model, missing = load_weights(auto_class, path, revision, **keywords)
         model = repaired(model, args)
-        gets_head = auto_class != "AutoModelForCausalLM" and flag == "--model"  # in place of a language model's
-        if unexpected and not gets_head:
-            names = ", ".join(unexpected[:3])
-            screen.say(f"warning: {flag}: {len(unexpected)} weights of its files have no place in the model: {names}")
         for adapter in getattr(model, "peft_config", {}).values():
-            if adapter.peft_type != "LORA" or adapter.bias != "none" or adapter.use_dora:
+            is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
+            if not is_plain or adapter.trainable_token_indices:  # transformers reads the rows of these tokens wrongly
                 raise ValueError("its adapter is not plain LoRA: the export would lose part of it")
         if missing and auto_class == "AutoModelForCausalLM":
             raise ValueError(f"{missing[0]} is missing")
@@ -51,7 +49,6 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
 def load_tokenizer(args, path, revision):
     """The tokenizer of --tokenizer or of the model at path, or of its base if an adapter has none."""
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     source = args.tokenizer or getattr(path, "name_or_path", path)
     if not isinstance(source, str):
@@ -62,16 +59,14 @@ def load_tokenizer(args, path, revision):
         source, revision = adapter_base(source)
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")
-    logging.set_verbosity_warning()  # a tokenizer's warnings are about its ids
     return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
 def load_weights(auto_class, path, revision=None, **keywords):
-    """(model, names of weights missing from the files, of weights in them that it lacks), sorted. Puts an adapter on
-    its base: from_pretrained would ask the base's repository for the adapter's revision, and would not report weights
-    missing from the base."""
+    """(model, sorted names of weights missing from the files). Puts an adapter on its base: from_pretrained would ask
+    the base's repository for the adapter's revision, and would not report weights missing from the base."""
     if not isinstance(path, str):
-        return path, [], []
+        return path, []
     import transformers
 
     base, base_revision = adapter_base(path, revision)
@@ -83,17 +78,21 @@ def load_weights(auto_class, path, revision=None, **keywords):
     model, report = kind.from_pretrained(base or path, output_loading_info=True, **keywords)
     missing = {*report["missing_keys"]}
     unexpected = {*report["unexpected_keys"]}
+    if missing:  # a new head, in place of another one
+        unexpected = {name for name in unexpected if name.startswith(model.base_model_prefix)}
     if base:
-        from peft.utils import load_peft_weights
-
+        of_base = [*model.parameters()]
         report = model.load_adapter(path, adapter_kwargs={"revision": revision})
-        apart = "|".join(["lora_", *(model.peft_config["default"].modules_to_save or ())])
-        if others := [name for name in load_peft_weights(path, "cpu", revision=revision) if not re.search(apart, name)]:
-            raise ValueError(f"its adapter also holds {others[0]}, which the export would lose: merge it into its base")
+        unexpected |= report.unexpected_keys
+        ids = {*map(id, of_base)}
+        came = [name for name, weight in model.named_parameters() if id(weight) not in ids]
+        model.stored_layers = [name for name in came if not re.search("lora_|modules_to_save", name)]
         from_base = {name.replace(".base_layer", "") for name, _ in model.named_parameters()}
         missing = (missing & from_base) | {*report.missing_keys}  # without what the adapter brings
-        unexpected |= {*report.unexpected_keys}
-    return model, sorted(missing), sorted(unexpected)
+    if unexpected:
+        names = ", ".join(sorted(unexpected))
+        screen.say(f"warning: {path} holds {len(unexpected)} weights that are no part of its model: {names:.200}")
+    return model, sorted(missing)
 
 
 def repaired(model, args):
@@ -126,6 +125,7 @@ def load_model(args, path, flag="--model"):
         raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
+    tell_unknown(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:
@@ -148,7 +148,7 @@ def load_lm(args, path, device):
 
 def load_decoder(directory, **options):
     """The language model in a directory, as the scripts call it. options go to from_pretrained."""
-    model, *_ = load_weights("AutoModelForCausalLM", str(directory), **options)
+    model, _ = load_weights("AutoModelForCausalLM", str(directory), **options)
     return as_decoder(model)
 
 

@@ -1,6 +1,7 @@
 """Tokens: rows to token ids, ids to texts, padding, and lines. A line is what the model reads in one row: an example
 (ids, labels, ...), or with packing several."""
 
+import functools
 import itertools
 import os
 from array import array
@@ -34,6 +35,16 @@ def tokenize(tokenizer, texts, special_tokens, end, column="text", **options):
     return encoded
 
 
+def tell_unknown(tokenizer, rows, flag):
+    """Says how many rows (lists of ids) hold the token that stands for what the tokenizer does not know."""
+    rows = [*rows]
+    unknown = tokenizer.unk_token_id
+    count = sum(unknown in ids for ids in rows)
+    if count and unknown not in (*row_ends(tokenizer), tokenizer.bos_token_id):  # GPT-2 has one token for all
+        what = f"{count} of {len(rows)} texts have characters that the tokenizer does not know"
+        screen.say(f"warning: {flag}: {what}: they become {tokenizer.unk_token}")
+
+
 def int32(ids):
     """Token ids in an array, which takes 4 bytes for each; a list takes up to 40, in every process."""
     return array("i", ids)
@@ -57,7 +68,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         tell_left_out(tokenizer, chats, flag)
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
-    tell_unknown_tokens(tokenizer, queries, flag)
+    tell_unknown(tokenizer, queries, flag)
     if not chat and getattr(tokenizer, "chat_template", None):
         screen.say(f"{flag}: the prompts are plain texts; lists of messages would use the tokenizer's chat template")
     kept_rows = []
@@ -94,7 +105,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     if encoder:
         heads = tokenize(tokenizer, texts(rows, "prompt", flag), True, end="template")
         tails = tokenize(tokenizer, texts(rows, "completion", flag), True, end="once", column="text_target")
-        tell_unknown_tokens(tokenizer, [head + tail for head, tail in zip(heads, tails, strict=True)], flag)
+        tell_unknown(tokenizer, map(list.__add__, heads, tails), flag)
         for head, tail in zip(heads, tails, strict=True):
             head = head or [tokenizer.eos_token_id if bos is None else bos]
             end = len(head) + len(tail)
@@ -105,7 +116,7 @@ def encode_segments(rows, tokenizer, flag, encoder=False):
     segments = row_segments(rows, tokenizer, flag)
     whole = ["".join(row) for row in segments]
     encoded = tokenize(tokenizer, whole, not chat, end="template" if chat else "once")
-    tell_unknown_tokens(tokenizer, encoded, flag)
+    tell_unknown(tokenizer, encoded, flag)
     prefixes = [*itertools.chain(*(itertools.accumulate(row[:-1]) for row in segments))]
     heads = iter(tokenize(tokenizer, prefixes, not chat, end="never"))
     for ids, row in zip(encoded, segments, strict=True):
@@ -141,15 +152,15 @@ def marked(tokenizer, ids, is_trained):
 CONTEXT = 8  # tokens before a stop string, since tokenizers decode the first ones of a text differently
 
 
-def texts_behind(tokenizer, queries, responses, **options):
+def texts_behind(tokenizer, queries, responses):
     """Texts of responses (lists of ids) as they stand behind their queries: many tokenizers drop the space before a
     first token. What an encoder-decoder writes is a text of its own."""
-    options["clean_up_tokenization_spaces"] = False  # which would change "yes ? no"
-    texts = tokenizer.batch_decode(responses, **options)
+    texts_of = functools.partial(tokenizer.batch_decode, clean_up_tokenization_spaces=False)  # or "yes ? no" changes
+    texts = texts_of(responses)
     if getattr(tokenizer, "answers_apart", False):
         return texts
-    prompts = tokenizer.batch_decode(queries, **options)
-    samples = tokenizer.batch_decode([[*query, *ids] for query, ids in zip(queries, responses, strict=True)], **options)
+    prompts = texts_of(queries)
+    samples = texts_of([[*query, *ids] for query, ids in zip(queries, responses, strict=True)])
     for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
         if sample.startswith(prompt):  # else the prompt is another text where a response follows
             texts[row] = sample.removeprefix(prompt)
@@ -164,12 +175,17 @@ def stopped(tokenizer, queries, responses, stops):
     return [any(stop in text for stop in stops) for text in texts]
 
 
+def without(rows, left_out):
+    return [[token for token in ids if token not in left_out] for ids in rows]
+
+
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, cut before a stop string and the space ahead of it. Special tokens belong to them,
-    such as <think>, but for those of ends, beginnings, padding and what the tokenizer does not know."""
-    silent = {*row_ends(tokenizer), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    texts = texts_behind(tokenizer, queries, [[token for token in ids if token not in silent] for ids in responses])
-    # in the ids, since a stop string that is a special token is not in the text
+    """Texts of responses to queries, without the special tokens that begin, end or pad a text, cut before a stop string
+    and the space ahead of it."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    marks = special & {*row_ends(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    texts = texts_behind(tokenizer, without(queries, special), without(responses, marks))
+    # in the ids, since a stop string that ends a text is not in it
     with_stop = stopped(tokenizer, queries, responses, stops)
     for row, text in enumerate(texts):
         if with_stop[row]:
@@ -292,12 +308,3 @@ def tell_untrained_end(tokenizer, trained):
     if all(set(ends).isdisjoint(ids) for ids in trained):
         named = " or ".join(map(str, tokenizer.convert_ids_to_tokens(ends)))
         screen.say(f"warning: no row trains the end token {named}, so responses will not end")
-
-
-def tell_unknown_tokens(tokenizer, rows, flag):
-    """Says in how many rows (token ids) there is something that the tokenizer does not know."""
-    unknown = tokenizer.unk_token_id
-    count = sum(unknown in ids for ids in rows)
-    if count and unknown not in (None, tokenizer.bos_token_id, *row_ends(tokenizer)):
-        what = f"parts that the tokenizer does not know ({tokenizer.unk_token})"
-        screen.say(f"warning: {flag}: {count} of {len(rows)} rows have {what}")

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import yaml
 
 from common.errors import InputError, Stopped, flag_of, stop_if
 from common.functions import ROOT, spec_path
-from common.report import visible
+from common.report import visible_lines
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
 embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
@@ -27,6 +28,7 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
+    sys.excepthook = show_error
     try:
         refuse_repeated(sys.argv[1:])
         args = parse(sys.argv[1:], args_class, task)
@@ -40,8 +42,13 @@ def cli(args_class, main, task=None):
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
-        print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
+        print(visible_lines(text), file=sys.stderr)
         sys.exit(2)
+
+
+def show_error(*raised):
+    """A traceback as Python's, with what a model has written in the text of an exception written out."""
+    print(visible_lines("".join(traceback.format_exception(*raised)).rstrip()), file=sys.stderr)
 
 
 def refuse_repeated(words, source=""):

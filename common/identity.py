@@ -188,7 +188,7 @@ def environment(accelerator):
     commit = ""
     with contextlib.suppress(OSError):  # without git
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8").stdout.strip()
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()

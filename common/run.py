@@ -167,7 +167,8 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             if any(path.name[0] != "." for path in folder.iterdir()) and not identity.read_identity(folder):
                 raise OSError("it holds files but no run")
-            self.lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+")
+            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self.lock = os.fdopen(descriptor, "r+", encoding="utf-8")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{folder} is in use by process {self.lock.read()}: stop that one first") from None

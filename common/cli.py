@@ -98,7 +98,8 @@ def read_config(path, args_class, skips_unknown=False):
         text = Path(spec_path(path) or path).read_text(encoding="utf-8")
         entries = [(flag_of(name.value), node) for name, node in yaml.compose(text).value]
     except Exception as error:  # of the file and of PyYAML
-        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+        expected = "" if isinstance(error, OSError) else "; expected YAML with lines such as lr: 1e-5"
+        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}{expected}") from None
     refuse_repeated([flag for flag, _ in entries], f"--config {path}: ")
     types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []

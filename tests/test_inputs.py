@@ -414,6 +414,7 @@ def test_metrics_that_are_refused():
     for values in (None, [1.0] * 4):
         with refused(f"{expected}it returned {values}"):
             columns_of(values)
+    assert columns_of({"perplexity": [1e39] * 4}) == {"perplexity": [1e39] * 4}  # only scores are used in float32
 
 
 @pytest.mark.case(29, TEXT)

@@ -118,7 +118,7 @@ def checkpoints_of(run_dir):
 def read_checkpoint(path):
     """state.json of a checkpoint. InputError where it cannot be read: a run never silently starts again."""
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((path / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         how = "remove it, to go on from the one before"
         raise InputError(f"checkpoint {path} cannot be read ({error}): {how}") from None

@@ -131,13 +131,11 @@ def foreign_names(words, args_class, script):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
     known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    unknown = given - known
-    sentences = [
-        f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())
-    ]
-    for flag in sorted(unknown - said.keys()):  # tyro knows what is like a flag of ours
+    sentences = []
+    for flag in sorted(given - known):
         for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
-            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says of {near}: {said[near]}")
+            whose = "" if near == flag else f" of {near}"  # tyro knows what is like a flag of ours
+            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
     return sentences
 
 

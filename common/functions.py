@@ -52,9 +52,8 @@ def adapter_base(path, revision=None):
 
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
-        config = json.loads(
-            Path(find_adapter_config_file(spec_path(path) or path, revision=revision)).read_text(encoding="utf-8")
-        )
+        file = find_adapter_config_file(spec_path(path) or path, revision=revision)
+        config = json.loads(Path(file).read_bytes())
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
@@ -175,11 +174,9 @@ def call_function(function, name, rows, given):
             result = function(**values)
         if inspect.iscoroutine(result):
             finish = event_loop().run_until_complete
-            if asyncio._get_running_loop():  # of a notebook; elsewhere Ctrl-C must reach the coroutine
-                with ThreadPoolExecutor(1) as pool:
-                    result = pool.submit(finish, result).result()
-            else:
-                result = finish(result)
+            is_notebook = asyncio._get_running_loop()  # elsewhere Ctrl-C must reach the coroutine
+            with ThreadPoolExecutor(1) as pool:
+                result = pool.submit(finish, result).result() if is_notebook else finish(result)
     except Exception as error:
         error.add_note(f"in a call of {name}")  # a traceback says it last
         raise

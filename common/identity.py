@@ -57,7 +57,7 @@ def identity(args, script):
 def read_identity(folder):
     """The identity of the run in a directory, from its env.json; {} where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        env = json.loads((folder / "env.json").read_bytes())
         if isinstance(env, dict) and {"algo", "hash", "flags", "files"} <= env.keys():
             return env
     return {}

@@ -519,7 +519,7 @@ class Run:
 
             HfApi().create_repo(self.args.push_to_hub, private=True, exist_ok=True)
             HfApi().upload_folder(repo_id=self.args.push_to_hub, folder_path=f"{self.dir}/hf_model")
-        env = json.loads((self.dir / "env.json").read_text(encoding="utf-8"))
+        env = json.loads((self.dir / "env.json").read_bytes())
         names = [self.headline, *self.shown]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"
         draw_curves(records, names, title, self.dir / "curve.png")

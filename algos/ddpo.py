@@ -811,7 +811,7 @@ def main(args):
     torch.set_float32_matmul_precision("highest")  # launch has chosen for text, and a UNet is slower so
     accelerator = run.accelerator
     pipeline, schedule = load(args, path, accelerator.device)
-    run.check_inputs(data, model=pipeline.vae)  # of the commit of the whole pipeline
+    run.check_inputs(data, model=pipeline.unet)
     unet = accelerator.prepare(pipeline.unet)
     embed = Embeddings(pipeline, accelerator.device, args.guidance_scale, args.negative_prompt)
     policy = Policy(pipeline, unet, schedule, embed)

@@ -151,19 +151,15 @@ def replacing(directory):
     fsync(directory.parent)
 
 
-def stored_layers(lm):
-    """Names of the weights of whole layers that came with an adapter, see `load_weights`."""
-    return getattr(lm, "stored_layers", ())
-
-
 def full_weights(lm):
     """The state dict of a model, or of its adapters with all that came with them, on the CPU of rank 0. Collective."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     adapters = lm._hf_peft_config_loaded
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
-    frozen = [(name, weight) for name, weight in lm.named_parameters() if not weight.requires_grad]
-    frozen = nn.ParameterList(weight for name, weight in frozen if "lora_" in name or name in stored_layers(lm))
+    came = getattr(lm, "stored_layers", ())
+    named = [(name, weight) for name, weight in lm.named_parameters() if "lora_" in name or name in came]
+    frozen = nn.ParameterList(weight for _, weight in named if not weight.requires_grad)
     frozen.requires_grad_(True)
     weights = dcp.get_model_state_dict(lm, options=options)
     frozen.requires_grad_(False)
@@ -176,7 +172,7 @@ def export_model(lm, weights, tokenizer, directory, heads):
     """Writes model and tokenizer as transformers loads them, with heads {file name: tensors} beside them."""
     with replacing(directory) as temporary:
         lm.save_pretrained(temporary, state_dict=weights)
-        stored = {f"base_model.model.{name}": weights[name] for name in stored_layers(lm)}
+        stored = {f"base_model.model.{name}": weights[name] for name in getattr(lm, "stored_layers", ())}
         if stored:  # which peft leaves out
             file = temporary / "adapter_model.safetensors"
             safetensors.torch.save_file(safetensors.torch.load_file(file) | stored, file, {"format": "pt"})

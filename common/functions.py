@@ -62,7 +62,7 @@ class LibraryWarnings(logging.Handler):
 
     def emit(self, record):
         text = record.getMessage()
-        if "LOAD REPORT" not in text:
+        if not re.search("LOAD REPORT|torchvision", text):
             screen.say(f"{record.levelname.lower()}: {text}")
 
 
@@ -71,14 +71,15 @@ library_warnings = LibraryWarnings()
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, an exception becomes an InputError with its message. From here on, libraries show no bars of theirs, and
-    their warnings are printed in the first process of all."""
+    """Inside, an exception becomes an InputError with its message, and warnings of transformers are printed in the
+    first process of all, but no bars."""
     from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
     transformers_logging.add_handler(library_warnings)
+    transformers_logging.set_verbosity_warning()
     if isinstance(name, str):
         is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
         if is_path and not spec_path(name):  # the libraries would take it for a name of the hub
@@ -89,6 +90,8 @@ def loading(flag, name):
         yield
     except Exception as error:  # the libraries' errors have no common class
         raise InputError(f"{flag} {name!s:.400} cannot be loaded: {' '.join(str(error).split())}") from None
+    finally:
+        transformers_logging.set_verbosity_error()  # what follows is about calls of ours
 
 
 def read_options(words, where):

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import os
 import platform
 import re
 import shlex
@@ -17,7 +16,6 @@ from array import array
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from common.errors import InputError, flag_of
 from common.functions import ROOT, adapter_base, spec_path
@@ -141,17 +139,6 @@ def differences(old, new):
     return lines
 
 
-def hub_commit(model, revision):
-    """The commit of the hub from which a model was loaded, or None. revision: of --model, else that of its adapter."""
-    for adapter in getattr(model, "peft_config", {}).values():
-        revision = adapter.revision  # of its base
-    source = getattr(getattr(model, "config", None), "_name_or_path", "")
-    with contextlib.suppress(ValueError):  # what is no name of the hub
-        if not os.path.isdir(source):  # diffusers gives the directory in the cache
-            source = try_to_load_from_cache(source, "config.json", revision=revision)
-        return re.search("snapshots/([0-9a-f]+)|$", str(source))[1]
-
-
 def digest(value):
     """A hash of rows, token ids and labels: the same in every process and run for equal values."""
     total = hashlib.sha256()
@@ -199,5 +186,5 @@ def environment(accelerator):
 
 
 def weight_sum(model):
-    """The sum of all weights of a model, or of a classifier's."""
-    return sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters())
+    """The sum of a model's weights, as a text without the digits that rounding changes."""
+    return f"{sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters()):.9g}"

@@ -60,6 +60,7 @@ def closes_run(main):
         set_threads(args.threads)
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of its import, until `loading`
         warnings.filterwarnings("ignore", NO_NEWS)
         screen.start()
         screen.show("loading libraries")
@@ -181,27 +182,24 @@ class Run:
         self.dir = folder.absolute()
 
     def check_inputs(self, data, **models):
-        """Notes the rows and tokens in the fields of data, and the hub's commits of models ({flag: model or None}).
-        InputError if the run in this directory began with others, or if the processes have read different ones: a
-        function may return rows in another order, or draw the weights of a model, in each."""
+        """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}). Raises an
+        InputError if the run in this directory began with others, as another commit of the hub, or if the processes
+        have read different ones: a function may return rows in another order, or draw a model, in each."""
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = identity.digest(value)
         for name, model in models.items():
-            if commit := identity.hub_commit(model, self.args.revision if name == "model" else None):
-                self.inputs[flag_of(name)] = commit
-        own = dict(self.inputs)
-        for name, model in models.items():
-            own[f"{flag_of(name)} (weights)"] = model and str(identity.weight_sum(model))
-        for other in gather_list([own]):
-            differing = ", ".join(name for name in own if own[name] != other.get(name))
+            if model is not None:
+                self.inputs[f"{flag_of(name)} (weights)"] = identity.weight_sum(model)
+        for other in gather_list([self.inputs]):
+            differing = ", ".join(name for name in other if other[name] != self.inputs.get(name))
             if differing:
                 raise InputError(f"the processes have read different inputs: {differing}")
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
-            kept = "a commit is kept by --revision or a directory, what a template writes by --template-options"
+            kept = "weights are kept by --revision or a directory, what a template writes by --template-options"
             how = f"give --resume never to start anew, or --resume {self.path} to go on with these ({kept})"
             lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))

@@ -382,6 +382,7 @@ def test_an_older_checkpoint_continued_in_place_deletes_nothing_until_it_has_one
     folder = tmp_path / "run"
     run(sft, gpt2_dir, folder, total_steps=4, save_every=1, keep_checkpoints=4)
     before = files(folder)
+    rates = [record.get("optim/lr") for record in log(folder)]
     again = {"total_steps": 6, "save_every": 0, "eval_every": 0, "resume": str(folder / "checkpoints/step_00000002")}
     with pytest.raises(ZeroDivisionError):
         with patch.object(run_module.Run, "lap", lambda run, part: 1 / 0):
@@ -393,6 +394,8 @@ def test_an_older_checkpoint_continued_in_place_deletes_nothing_until_it_has_one
     assert {path for path in before if "step_" in str(path)} <= {*files(folder)}
     run(sft, gpt2_dir, folder, **again)
     assert [record["step"] for record in log(folder)] == [0, 1, 2, 3, 4, 5, 6]
+    new_rates = [record.get("optim/lr") for record in log(folder)]
+    assert new_rates[:3] == rates[:3] and new_rates[3] != rates[3], "it began at step 2 again"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_00000006"]
 
 

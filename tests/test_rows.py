@@ -294,7 +294,8 @@ def test_the_room_for_new_tokens(letters, prompt, new_tokens, options, result):
     """Of 32 positions, which the response shares with the prompt, or in an encoder-decoder has for itself."""
     rows = [{"prompt": "b"}, {"prompt": prompt}]
     if result.startswith("row"):
-        with refused(f"--dataset {result} and --max-new-tokens {new_tokens} exceed the model's 32 positions "):
+        how = "[(]in ppo.py and grpo.py, --max-prompt-length" if new_tokens < 32 else "[(]give fewer[)]"
+        with refused(f"--dataset {result} and --max-new-tokens {new_tokens} exceed the model's 32 positions {how}"):
             encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
         return
     found, queries = encode_prompts(rows, letters, new_tokens, 32, "--dataset", **options)
@@ -719,6 +720,11 @@ def test_arguments_of_tool_calls_become_mappings():
         message = answer("b") | {"tool_calls": [{"type": "function", "function": function}]}
         assert chat_text(tokenizer, [user("a"), message], {}, "row") == "ab" + text
         assert function["arguments"] == arguments  # the row is as it was
+
+
+def test_empty_prompts_are_counted(letters, capsys):
+    encode_prompts([{"prompt": text} for text in ("", "a", "")], letters, 5, 99, "--dataset")
+    assert capsys.readouterr().out == "--dataset: 2 of 3 prompts are empty; they become the beginning token\n"
 
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

@@ -15,7 +15,7 @@ from common.rows import require_columns, texts
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SIDES = ("chosen", "rejected")
 GENERATION = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
-MARK = "\ufdd0"  # marks places in what a template writes; occurs in no text
+MARK = "\ufdd0"  # marks places in what a template writes; rows that hold it are refused
 ANSWER_MARKER = re.compile(r"^(?:assistant|### ?(?:assistant|response)):", re.MULTILINE | re.IGNORECASE)
 
 

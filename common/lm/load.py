@@ -54,8 +54,11 @@ def load_tokenizer(args, path, revision):
     if not isinstance(source, str):
         return source
     revision = revision if source == path else None
-    files = " ".join(file.name for file in Path(source).glob("*"))  # none for a hub id
-    if files and not re.search("token|vocab|[.]model", files):
+    files = {file.name for file in Path(source).glob("*")}  # none for a hub id
+    if source == path and Path(source).is_dir() and files.isdisjoint(("config.json", "adapter_config.json")):
+        pipeline = "it is a pipeline, for ddpo.py" if "model_index.json" in files else None
+        raise ValueError(pipeline or "it holds no model: neither config.json nor adapter_config.json")
+    if files and not re.search("token|vocab|[.]model", " ".join(files)):
         source, revision = adapter_base(source)
         if source is None:  # transformers would make one up
             raise ValueError("it has no tokenizer: give one with --tokenizer")

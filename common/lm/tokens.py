@@ -69,6 +69,8 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
     tell_unknown(tokenizer, queries, flag)
+    if empty := prompts.count(""):
+        screen.say(f"{flag}: {empty} of {len(prompts)} prompts are empty; they become the beginning token")
     if not chat and getattr(tokenizer, "chat_template", None):
         screen.say(f"{flag}: the prompts are plain texts; lists of messages would use the tokenizer's chat template")
     kept_rows = []
@@ -81,7 +83,8 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         positions = max(len(ids), max_new_tokens) if encoder else len(ids) + max_new_tokens
         if positions > limit:
             sizes = f"{len(ids)} tokens and --max-new-tokens {max_new_tokens} exceed the model's {limit} positions"
-            raise InputError(f"{where}: a prompt of {sizes} (in ppo.py and grpo.py, --max-prompt-length drops it)")
+            how = "in ppo.py and grpo.py, --max-prompt-length drops it" if max_new_tokens < limit else "give fewer"
+            raise InputError(f"{where}: a prompt of {sizes} ({how})")
         kept_rows.append(row)
         kept_ids.append(ids)
     if dropped := len(rows) - len(kept_rows):

@@ -124,7 +124,7 @@ def import_file(path, source):
     beside it; InputError where something else has that name, as an installed library or the file of another flag."""
     sys.path.append(str(path.parent))
     # Python has put the scripts' folder first, which has a reward.py
-    sys.path.sort(key=lambda folder: Path(folder).resolve() == ROOT / "algos")
+    sys.path.sort(key=str(ROOT / "algos").__eq__)
     for other in re.findall(r"(?m)^\s*(?:from|import)\s+(\w+)", source.decode(errors="ignore")):
         beside = path.with_name(f"{other}.py")
         found = beside.exists() and importlib.util.find_spec(other).origin

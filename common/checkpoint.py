@@ -101,7 +101,7 @@ def write_checkpoint(run_dir, files, state, keep):
     with replacing(folder / f"step_{state['step']:08d}") as temporary:
         for name, tensors in files.items():
             safetensors.torch.save_file(tensors, temporary / name)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1))
+        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     own = [path for path in checkpoints_of(run_dir) if read_checkpoint(path)["run"] == state["run"]]
     kept = [*own[:keep], folder / f"step_{state['best_step'] or 0:08d}"]
     for path in folder.glob("*step_????????"):  # also what a killed run has left half-written or half-removed
@@ -118,7 +118,7 @@ def checkpoints_of(run_dir):
 def read_checkpoint(path):
     """state.json of a checkpoint. InputError where it cannot be read: a run never silently starts again."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         how = "remove it, to go on from the one before"
         raise InputError(f"checkpoint {path} cannot be read ({error}): {how}") from None

@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import math
 import os
 import re
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import yaml
 
 from common.errors import InputError, Stopped, flag_of, stop_if
 from common.functions import ROOT, spec_path
-from common.report import visible
+from common.report import visible_lines
 
 ABOUT_FLAGS = """The defaults are for pretrained models. Without --model, --dataset or --config, the script runs its
 embedded task with that task's settings. --config FILE reads flags from a YAML file; your other flags override it."""
@@ -26,6 +28,7 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
+    sys.excepthook = show_error
     try:
         refuse_repeated(sys.argv[1:])
         args = parse(sys.argv[1:], args_class, task)
@@ -39,8 +42,13 @@ def cli(args_class, main, task=None):
         sys.exit(128 + signal.SIGINT)
     except InputError as error:
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
-        print("\n".join(map(visible, text.split("\n"))), file=sys.stderr)
+        print(visible_lines(text), file=sys.stderr)
         sys.exit(2)
+
+
+def show_error(*raised):
+    """A traceback as Python's, with what a model has written in the text of an exception written out."""
+    print(visible_lines("".join(traceback.format_exception(*raised)).rstrip()), file=sys.stderr)
 
 
 def refuse_repeated(words, source=""):
@@ -70,6 +78,8 @@ def parse(argv, args_class, task=None):
     prog = " --config ".join([Path(sys.argv[0]).name, *files.config])  # so that tyro's errors name the files
     about = f"{inspect.getdoc(args_class)} {ABOUT_FLAGS}"
     args = tyro.cli(args_class, prog=prog, description=about, args=words)
+    if hasattr(args, "stop"):
+        args.stop = tuple(text.removeprefix("\0") for text in args.stop)  # see `read_config`
     if takes_task and os.environ.get("RANK", "0") == "0":
         print("no --model, --dataset or --config: running the embedded task, as set in")
         print(f"{task}; flags override them", flush=True)
@@ -88,7 +98,8 @@ def read_config(path, args_class, skips_unknown=False):
         text = Path(spec_path(path) or path).read_text(encoding="utf-8")
         entries = [(flag_of(name.value), node) for name, node in yaml.compose(text).value]
     except Exception as error:  # of the file and of PyYAML
-        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from None
+        expected = "" if isinstance(error, OSError) else "; expected YAML with lines such as lr: 1e-5"
+        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}{expected}") from None
     refuse_repeated([flag for flag, _ in entries], f"--config {path}: ")
     types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     words = []
@@ -98,11 +109,12 @@ def read_config(path, args_class, skips_unknown=False):
         value = str(node.value)
         is_on = yaml.SafeLoader.bool_values.get(value.lower())
         if isinstance(node, yaml.SequenceNode):
-            words += [flag, *(str(item.value) for item in node.value)]
+            # tyro would take --a for a flag
+            words += [flag, *(re.sub(r"^(?=-[^\d.])", "\0", str(item.value)) for item in node.value)]
         elif types.get(flag) is bool and is_on is not None:
             words.append(flag if is_on else flag.replace("--", "--no-"))
         else:
-            words += [flag, "None" if value in ("null", "~") else value]
+            words.append(f"{flag}={'None' if value in ('null', '~') else value}")
     return words
 
 
@@ -118,8 +130,13 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
+    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    sentences = []
+    for flag in sorted(given - known):
+        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
+            whose = "" if near == flag else f" of {near}"  # tyro knows what is like a flag of ours
+            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
+    return sentences
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def adapter_base(path, revision=None):
     config = {}
     with contextlib.suppress(OSError, TypeError, ValueError):  # TypeError: of an object, or where there is none
         file = find_adapter_config_file(spec_path(path) or path, revision=revision)
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        config = json.loads(Path(file).read_bytes())
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
@@ -120,8 +120,16 @@ def load_function(spec, flag):
 
 @functools.cache
 def import_file(path, source):
-    """The module of a file, imported under its own name, once for each version of its source."""
-    sys.path.append(str(path.parent))  # for what the file imports
+    """The module of a file, imported under its own name, once for each version of its source. What it imports may lie
+    beside it; InputError where something else has that name, as an installed library or the file of another flag."""
+    sys.path.append(str(path.parent))
+    # Python has put the scripts' folder first, which has a reward.py
+    sys.path.sort(key=str(ROOT / "algos").__eq__)
+    for other in re.findall(r"(?m)^\s*(?:from|import)\s+(\w+)", source.decode(errors="ignore")):
+        beside = path.with_name(f"{other}.py")
+        found = beside.exists() and importlib.util.find_spec(other).origin
+        if found and os.path.realpath(found) != os.path.realpath(beside):
+            raise InputError(f"{path} would import {found}, not the {beside.name} beside it: rename that one")
     name = "plainrl_user_" + hashlib.sha256(os.fsencode(f"{path}{source}")).hexdigest()[:16]
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
@@ -168,8 +176,10 @@ def call_function(function, name, rows, given):
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         if inspect.iscoroutine(result):
-            with ThreadPoolExecutor(1) as pool:  # a notebook has a loop of its own in this thread
-                result = pool.submit(event_loop().run_until_complete, result).result()
+            finish = event_loop().run_until_complete
+            is_notebook = asyncio._get_running_loop()  # elsewhere Ctrl-C must reach the coroutine
+            with ThreadPoolExecutor(1) as pool:
+                result = pool.submit(finish, result).result() if is_notebook else finish(result)
     except Exception as error:
         error.add_note(f"in a call of {name}")  # a traceback says it last
         raise
@@ -190,14 +200,14 @@ def call_reward(function, name, rows, given, lengths=None):
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
         returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
-    checked = [floats(*pair) for pair in zip(scores, lengths or [None] * len(rows), strict=True)]
+    pairs = zip(scores, lengths or [None] * len(rows), strict=True)
+    checked = [floats(score, length, torch.float32) for score, length in pairs]
     if None in checked:
         number = checked.index(None)
         where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-        raise InputError(
-            f"{name} returned {scores[number]!r:.60} for {where}; expected a finite number{dense}, as float32 has"
-        )
+        found = f"{name} returned {scores[number]!r:.60} for {where}"
+        raise InputError(f"{found}; expected a finite number{dense}, at most as large as float32 has")
     return checked, checked_columns(name, others, len(rows))
 
 
@@ -218,13 +228,13 @@ def checked_columns(name, columns, count):
     return checked
 
 
-def floats(value, count=None):
-    """A finite number as a float, or a list or array of `count` of them as a list; None for anything else."""
+def floats(value, count=None, kind=torch.float64):
+    """A number that is finite in a type, as a float, or a list or array of `count` of them, as a list; else None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     try:
         numbers = torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, lists of unequal lengths and so on
         return None
-    is_right = numbers.shape in ((), (count,)) and numbers.float().isfinite().all()
+    is_right = numbers.shape in ((), (count,)) and numbers.to(kind).isfinite().all()
     return numbers.tolist() if is_right else None

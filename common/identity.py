@@ -55,7 +55,7 @@ def identity(args, script):
 def read_identity(folder):
     """The identity of the run in a directory, from its env.json; {} where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        env = json.loads((folder / "env.json").read_text())
+        env = json.loads((folder / "env.json").read_bytes())
         if isinstance(env, dict) and {"algo", "hash", "flags", "files"} <= env.keys():
             return env
     return {}
@@ -175,7 +175,7 @@ def environment(accelerator):
     commit = ""
     with contextlib.suppress(OSError):  # without git
         command = "git describe --always --dirty --exclude=* --abbrev=40".split()
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8").stdout.strip()
     device = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"  # with the instructions that torch uses
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()

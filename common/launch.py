@@ -133,7 +133,7 @@ def choose_products():
     `tuned` of ppo in benchmarks/throughput/results.csv differ in this alone). torch does so at "medium", which lets a
     CPU round to bfloat16: one that does stays at "highest"."""
     cpu = Path("/proc/cpuinfo")
-    if cpu.exists() and "AuthenticAMD" in cpu.read_text():
+    if cpu.exists() and "AuthenticAMD" in cpu.read_text(encoding="utf-8"):
         torch.set_float32_matmul_precision("medium")
         a = torch.arange(2.0**16).sin().view(256, 256)
         if not torch.allclose((a @ a).double(), a.double() @ a.double(), rtol=0, atol=1e-3):

@@ -57,7 +57,7 @@ class Screen:
         written out."""
         if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
             return
-        text = "\n".join(map(visible, text.split("\n")))
+        text = visible_lines(text)
         try:
             if self.progress:
                 self.progress.console.print(Text(text), soft_wrap=True)  # copied text has no line breaks of ours
@@ -76,6 +76,10 @@ def visible(text):
         if not character.isprintable():
             text = text.replace(character, character.encode("unicode_escape").decode())
     return text
+
+
+def visible_lines(text):
+    return "\n".join(map(visible, text.split("\n")))
 
 
 def cell_text(value):
@@ -100,7 +104,7 @@ def facts_of(facts):
     """{name: text} as the text of a table with a row for each, broken between words."""
     grid = Table.grid(padding=(0, 2))
     for name, text in facts.items():
-        grid.add_row(Text(name), Text("\n".join(map(visible, text.split("\n"))), overflow="fold"))
+        grid.add_row(Text(name), Text(visible_lines(text), overflow="fold"))
     return printed(grid)
 
 
@@ -169,7 +173,7 @@ def model_card(env, names, records, samples, usage):
     for name in dict.fromkeys(names):
         if curve := points(records, name):
             (first_step, first), (last_step, last) = curve[0], curve[-1]
-            numbers.append(f"- `{visible(name)}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
+            numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
     shown = [*newest.values()][:3]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
@@ -178,4 +182,4 @@ def model_card(env, names, records, samples, usage):
         parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return visible_lines("\n\n".join(filter(None, parts))) + "\n"

@@ -168,7 +168,8 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             if any(path.name[0] != "." for path in folder.iterdir()) and not identity.read_identity(folder):
                 raise OSError("it holds files but no run")
-            self.lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+")
+            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+            self.lock = os.fdopen(descriptor, "r+", encoding="utf-8")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"{folder} is in use by process {self.lock.read()}: stop that one first") from None
@@ -509,7 +510,7 @@ class Run:
 
             HfApi().create_repo(self.args.push_to_hub, private=True, exist_ok=True)
             HfApi().upload_folder(repo_id=self.args.push_to_hub, folder_path=f"{self.dir}/hf_model")
-        env = json.loads((self.dir / "env.json").read_text())
+        env = json.loads((self.dir / "env.json").read_bytes())
         names = [self.headline, *self.shown]
         title = f"{self.dir.resolve().name}: {env['flags']['model']}"
         draw_curves(records, names, title, self.dir / "curve.png")

@@ -341,7 +341,9 @@ def here(tmp_path, monkeypatch):
 
 BAD_YAML = [  # the file, what is said of it
     ("lr: [1", "--config a.yaml cannot be read: while parsing a flow sequence .*line 1, column 5"),
-    ("- lr", "--config a.yaml cannot be read: "),
+    ("- lr", "--config a.yaml cannot be read: .*; expected YAML with lines such as lr: 1e-5"),
+    ("import os\ndef f(x):\n    return 1", "--config a.yaml cannot be read: .*; expected YAML with lines such as"),
+    ("lerning_rate: 1", "there is no --lerning-rate here; algos/MIGRATION.md says of --learning-rate: `--lr`"),
     ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: --lr is given twice"),
     ("batch-size: 1\nbatch_size: 2", "--config a.yaml: --batch-size is given twice"),
     ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),
@@ -417,6 +419,26 @@ def test_values_in_yaml(here):
     expected |= {"mixed_precision": "no", "track": "off", "deterministic": False}
     expected |= {"packing": False, "check": True, "load_in_4bit": True}
     assert {name: getattr(args, name) for name in expected} == expected
+
+
+STOPS = [
+    ["-a", "--lr", "--seed=2", "--config", "--", "-", "-1", "--5", " -c", "a b", "null", "None", "\n", "-\n", "é"],
+    ["--stop"],
+    ["-a b", "-c"],
+    [],
+]
+
+
+@pytest.mark.parametrize("stops", STOPS)
+def test_a_file_repeats_stop_strings_that_look_like_flags(stops, here):
+    flags = {"model": "m", "dataset": "d", "reward": "r", "metric": None, "run_dir": "-x", "seed": -1, "stop": stops}
+    here(yaml.safe_dump(flags | {"adam_betas": [0.5, 0.9]}))
+    args = parse(["--config", "a.yaml"], grpo.Args)
+    assert {name: getattr(args, name) for name in flags} == flags | {"stop": tuple(stops)}
+    assert args.adam_betas == (0.5, 0.9)
+    if stops:
+        here(yaml.safe_dump(flags | {"stop": stops[0]}))
+        assert parse(["--config", "a.yaml"], grpo.Args).stop == (stops[0],)
 
 
 # ---- Names from elsewhere --------------------------------------------------------------------------------------------

@@ -419,6 +419,17 @@ def test_a_text_that_cannot_be_a_path_names_no_file():
     assert files_of_flag("user.py:score:sep=.,mark=**") == []  # no patterns
 
 
+def test_what_a_function_writes_where_its_option_says_is_no_part_of_the_run(tmp_path, monkeypatch):
+    """The same command would else find no run. A file that an option names counts, and a directory of other flags."""
+    monkeypatch.chdir(tmp_path)
+    Path("cache/more").mkdir(parents=True)
+    for name in ("user.py", "words.txt", "cache/a.json", "cache/more/b.json"):
+        Path(name).touch()
+    for spec in ("user.py:score:out=cache,words=words.txt", "user.py:score:words=words.txt,n=1,out=./cache/"):
+        assert files_of_flag(spec) == [Path("words.txt"), Path("user.py")]
+    assert files_of_flag("cache") == [Path("cache/a.json"), Path("cache/more/b.json")]
+
+
 def test_digests_tell_values_of_any_type_apart():
     values = [1, 1.0, True, "1", b"1", np.int64(2), np.float32(2), np.arange(2000), np.arange(2000) * 2, {1, 2}, {1, 3}]
     values += [decimal.Decimal("0.1"), datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), {(1, 2): 3}, {(1, 3): 3}]

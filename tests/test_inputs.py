@@ -414,6 +414,7 @@ def test_metrics_that_are_refused():
     for values in (None, [1.0] * 4):
         with refused(f"{expected}it returned {values}"):
             columns_of(values)
+    assert columns_of({"perplexity": [1e39] * 4}) == {"perplexity": [1e39] * 4}  # only scores are used in float32
 
 
 @pytest.mark.case(29, TEXT)
@@ -477,6 +478,24 @@ def test_names_of_functions_that_are_refused(here):
             call_function(function, "r.py:f", [{"prompt": "b", column: 1}], {"outputs": ["c"]})
 
 
+def test_modules_beside_the_file_of_a_function(here, monkeypatch):
+    """One that is named as a script is imported. A name that something else has is told: a package of the repository,
+    an installed library, the file of another flag. A file that is not imported may have any name."""
+    monkeypatch.setattr(sys, "modules", sys.modules | {})
+    sys.path.insert(0, str(ROOT / "algos"))  # as Python does for `python algos/ppo.py`
+    for folder, imported in {"a": "reward", "b": "common", "c": "yaml", "d": "mine", "e": "mine"}.items():
+        Path(folder).mkdir()
+        for name in (imported, "torch"):
+            Path(folder, f"{name}.py").write_text(f"value = '{folder}'")
+        Path(folder, "user.py").write_text(f"def f():\n    from {imported} import value\n\n    return value\n")
+        if folder in "ad":
+            assert load_function(f"{folder}/user.py:f", "--reward")() == folder
+        else:
+            said = f"^{here}/{folder}/user.py would import .*{imported}.*, not the {imported}.py beside it: rename"
+            with pytest.raises(InputError, match=said):
+                load_function(f"{folder}/user.py:f", "--reward")
+
+
 segments = functools.partial(row_segments, flag="--dataset")
 pairs = functools.partial(pair_texts, flag="--dataset")
 queries = functools.partial(encode_prompts, max_new_tokens=4, limit=32, flag="--dataset")
@@ -494,7 +513,7 @@ NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, 
     (segments, DIALOGUE, {"dialogue": []}, f": {NO_DIALOGUE}"),
     (pairs, COMPARED, {"rejected": []}, f", rejected: {LAST}"),
 ]
-for text in (None, 5, ["b"], "b\udc00c"):
+for text in (None, 5, ["b"]):
     NO_ROWS.append((pairs, PAIR[0], {"rejected": text}, f": 'rejected' must be valid text, not {text!r}"))
 for messages, sentence in NO_CHATS:
     NO_ROWS.append((segments, {"messages": TALK}, {"messages": messages}, f": {sentence}"))
@@ -580,7 +599,7 @@ REFUSED = [
     entry(36, LOADERS, LOADED, model="truncated"),
     entry(37, ROLLED, "row 2: a prompt of 29 tokens and --max-new-tokens 4", rows=second(PROMPTS[0], prompt="b" * 29)),
     entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions", "--max-new-tokens 32"),
-    entry(45, EVERY, "row 3 holds \\udc00, which must not be in a valid text", rows=NO_TEXT, also=[43]),
+    entry(45, EVERY, "--dataset row 3 holds \\udc00, which must not be in", rows=NO_TEXT, also=[43]),
     common(46, EVERY, ["row 3 and row 1 differ in their columns: extra"], rows=EXTRA),
     common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
     entry(46, "dpo", "expected prompt", f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),

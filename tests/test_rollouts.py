@@ -8,6 +8,7 @@ import asyncio
 import math
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -319,6 +320,15 @@ def test_where_no_room_is_left_nothing_is_sampled(gpt2_dir, tmp_path):
     assert all(more == 0 for new, more in lengths if new == 9) and any(more for _, more in lengths)
     assert all(new + more <= 9 for new, more in lengths)
     assert any(letter in text[:-1] for text in texts for letter in "ab")
+
+
+def test_ctrl_c_ends_a_coroutine():
+    async def reward(prompts):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(99)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_reward(reward, "reward", [{"prompt": "a"}], {"prompts": ["a"]})
 
 
 def test_a_coroutine_runs_beside_a_running_loop():

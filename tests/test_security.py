@@ -6,11 +6,13 @@ A pickle that leaves a marker when it is loaded, in the place of weights, adapte
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ALGOS, command
+from harness import ALGOS, ROOT, command
 from safetensors import SafetensorError
 from test_adapters import DATA, run
 
@@ -142,3 +144,50 @@ def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pipeline", "sft"}
     assert len(list((tmp_path / "run/images").iterdir())) == 4
     assert all(path.resolve().is_relative_to(tmp_path) for path in tmp_path.rglob("*"))
+
+
+RAISES = """import sys
+from common.cli import cli
+from common.errors import InputError
+
+kind = {"ValueError": ValueError, "InputError": InputError, "KeyError": KeyError}[sys.argv.pop()]
+
+
+def main(args):
+    error = kind("\\x1b]0;title\\x07", "two")
+    error.add_note("a note\\n\\x9b31m")
+    raise error
+
+
+class Args:
+    required = ()
+
+
+cli.__globals__["parse"] = lambda *given: Args()
+cli(Args, main)
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("ValueError", 1), ("KeyError", 1), ("InputError", 2)])
+def test_escapes_in_the_text_of_an_exception_are_written_out(kind, code):
+    """As of a reward that raises with the response in its sentence; the traceback stays in its lines."""
+    done = subprocess.run([sys.executable, "-c", RAISES, kind], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and done.stdout == ""
+    assert all(line.isprintable() for line in done.stderr.splitlines())
+    assert "\\x1b]0;title\\x07" in done.stderr and done.stderr.endswith("a note\n\\x9b31m\n")
+    assert ("Traceback (most recent call last):\n" in done.stderr) == (code == 1)
+
+
+def test_files_are_utf_8_in_every_locale(gpt2_dir, tmp_path):
+    """Python names each place that would ask the locale. The first one of a run that continues ends it here."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "common").rglob("*.py")]
+    strict = ["-X", "warn_default_encoding", *(f"-Werror::EncodingWarning:{name}" for name in ["__main__", *modules])]
+    (tmp_path / "rows.txt").write_text("abé\nba\n" * 4, encoding="utf-8")
+    config = f"model: {gpt2_dir}\ndataset: {tmp_path}/rows.txt\neval_dataset: {tmp_path}/rows.txt\nbatch_size: 2\n"
+    (tmp_path / "é.yaml").write_text(f"{config}run_dir: {tmp_path}/é", encoding="utf-8")
+    words = [sys.executable, *strict, ROOT / "algos/sft.py", "--config", tmp_path / "é.yaml", "--threads", "1"]
+    for steps in ("2", "4"):
+        flags = ["--total-steps", steps, "--resume", "auto" if steps == "2" else f"{tmp_path}/é"]
+        done = subprocess.run([*words, *flags], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "continuing" in done.stdout

@@ -2,14 +2,12 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import math
 import os
 import re
 import signal
 import sys
-import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +26,6 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
-    sys.excepthook = show_error
     try:
         refuse_repeated(sys.argv[1:])
         args = parse(sys.argv[1:], args_class, task)
@@ -44,11 +41,6 @@ def cli(args_class, main, task=None):
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print(visible_lines(text), file=sys.stderr)
         sys.exit(2)
-
-
-def show_error(*raised):
-    """A traceback as Python's, with what a model has written in the text of an exception written out."""
-    print(visible_lines("".join(traceback.format_exception(*raised)).rstrip()), file=sys.stderr)
 
 
 def refuse_repeated(words, source=""):
@@ -130,13 +122,8 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    sentences = []
-    for flag in sorted(given - known):
-        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
-            whose = "" if near == flag else f" of {near}"  # tyro knows what is like a flag of ours
-            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
-    return sentences
+    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------
@@ -150,15 +137,10 @@ class Range(NamedTuple):
 
 
 Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
-
 Natural = Annotated[int, Range("at least 0", lambda value: value >= 0)]
-
 Positive = Annotated[float, Range("a positive number", lambda value: 0 < value < math.inf)]
-
 NonNegative = Annotated[float, Range("0 or a positive number", lambda value: 0 <= value < math.inf)]
-
 Fraction = Annotated[float, Range("in [0, 1]", lambda value: 0 <= value <= 1)]
-
 Share = Annotated[float, Range("in (0, 1]", lambda value: 0 < value <= 1)]
 
 
@@ -167,8 +149,7 @@ def is_stop(text):
     return text and not re.match(r"(\\[nrt])+(?![a-z{])", text)
 
 
-STOP = Range("texts that are not empty, with a line break as $'\\n' in a shell", is_stop)
-StopString = Annotated[str, STOP]
+StopString = Annotated[str, Range("texts that are not empty, with a line break as $'\\n' in a shell", is_stop)]
 
 
 def find_range(annotation):

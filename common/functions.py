@@ -22,17 +22,14 @@ from common.errors import InputError, stop_if
 from common.report import screen
 
 ROOT = Path(__file__).resolve().parents[1]
-
 SPEC = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<options>.+))?")
 
 # What parameters of functions of other libraries are called here.
 PARAMETERS = {"completions": "outputs", "responses": "outputs", "queries": "prompts", "texts": "samples"}
-
 PARAMETERS |= {"completion_ids": "output_ids", "prompts_text": "prompts", "processing_class": "tokenizer"}
 
 # Columns of samples.jsonl whose names a metric function may not use.
 TAKEN = ("step", "set", "prompt", "output", "reference", "beta", "reward", "reward_std", "diversity")
-
 event_loop = functools.cache(asyncio.new_event_loop)  # one for all coroutines: a client that they keep belongs to it
 
 
@@ -57,16 +54,14 @@ def adapter_base(path, revision=None):
     return config.get("base_model_name_or_path"), config.get("revision")
 
 
-class LibraryWarnings(logging.Handler):
-    """Prints warnings of transformers, but for its table of weights: `load_weights` says what is left out."""
-
-    def emit(self, record):
-        text = record.getMessage()
-        if not re.search("LOAD REPORT|torchvision", text):
-            screen.say(f"{record.levelname.lower()}: {text}")
+def say_warning(record):
+    """Prints a warning of transformers, but for its table of weights: `load_weights` says what is left out."""
+    if not re.search("LOAD REPORT|torchvision", record.getMessage()):
+        screen.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
 
-library_warnings = LibraryWarnings()
+library_warnings = logging.Handler()
+library_warnings.emit = say_warning
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from common.errors import InputError, flag_of
 from common.functions import ROOT, adapter_base, spec_path
 
 PLAIN = bool | int | float | str
-
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.
@@ -29,7 +28,6 @@ SIZES = ["micro_batch_size", "decode_batch_size", "packing", "gradient_checkpoin
 
 # Flags that may differ when a run is continued.
 NEUTRAL = "run_dir resume threads save_every keep_checkpoints track push_to_hub check".split() + SIZES
-
 UNKNOWN = " of unknown contents>"  # the end of the description of what is not hashed
 
 

@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 LONGEST_CELL = 200  # characters of a sample in a table
-
 WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 

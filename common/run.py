@@ -29,7 +29,6 @@ from common.report import change_of, draw_curves, facts_of, model_card, screen, 
 from common.seeding import rng, seed_libraries
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
-
 _open = []  # open runs of this process
 
 # A multiprocessing.Pool of a reward ends its children by SIGTERM and waits for them. A signal that arrives while Python
@@ -39,15 +38,10 @@ unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.
 os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
 NO_MEMORY = "out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc"  # what CUDA, cuBLAS and CPUs say
-
 OUT_OF_MEMORY = (
     "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, and continue by "
     "the same command; --lora-r, --mixed-precision bf16 and shorter rows need a new run"
 )
-
-
-# Warnings of peft and torch about what they do themselves.
-NO_NEWS = "fan_in_fan_out is set to False|The following \\w+_pattern keys|Synchronization debug mode is a prototype"
 
 
 def closes_run(main):
@@ -61,7 +55,10 @@ def closes_run(main):
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of its import, until `loading`
-        warnings.filterwarnings("ignore", NO_NEWS)
+        warnings.filterwarnings(
+            "ignore",
+            "fan_in_fan_out is set to False|The following \\w+_pattern keys|Synchronization debug mode is a prototype",
+        )
         screen.start()
         screen.show("loading libraries")
         try:
@@ -127,8 +124,6 @@ class Run:
             same = old.get("hash") == self.identity["hash"]
             if old and not (same or self._has(given)) and identity.has_results(self.dir):
                 hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
-                if old.get("finished"):
-                    hint = "it is finished: choose another --run-dir, or give more steps or episodes to go on"
                 lines = "\n  ".join(identity.differences(old, self.identity))
                 raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
             if same and old.get("finished") and (self.dir / "hf_model").exists():

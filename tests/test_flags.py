@@ -343,7 +343,6 @@ BAD_YAML = [  # the file, what is said of it
     ("lr: [1", "--config a.yaml cannot be read: while parsing a flow sequence .*line 1, column 5"),
     ("- lr", "--config a.yaml cannot be read: .*; expected YAML with lines such as lr: 1e-5"),
     ("import os\ndef f(x):\n    return 1", "--config a.yaml cannot be read: .*; expected YAML with lines such as"),
-    ("lerning_rate: 1", "there is no --lerning-rate here; algos/MIGRATION.md says of --learning-rate: `--lr`"),
     ("lr: 1\nseed: 1\nlr: 2", "--config a.yaml: --lr is given twice"),
     ("batch-size: 1\nbatch_size: 2", "--config a.yaml: --batch-size is given twice"),
     ("model: m\ndataset: d\nlr: -1e-3", "--lr -0.001 must be a positive number"),

@@ -184,7 +184,6 @@ def make_reference(args, path, lm, tokenizer):
 # Last lines of a run and of its card: how to load the model and sample from it.
 USAGE = """from transformers import pipeline; model = pipeline('text-generation', {folder!r})
 print(model({prompt!r}, OPTIONSmax_new_tokens={max_new_tokens}))"""
-
 SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
 ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})

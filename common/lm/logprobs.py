@@ -16,7 +16,6 @@ from common.lm.tokens import collate, first_label, longest_first, pad_rows
 from common.report import screen
 
 CHUNK = 2**24  # logits computed at a time: 64 MB in float32, and a loss holds three copies
-
 CHUNK_ON_GPU = 2**28  # every chunk adds a whole gradient of the weight; on a GPU its time matters more than memory
 
 

@@ -45,11 +45,8 @@ def draw(logits, uniforms, temperature, top_k=0, top_p=1.0):
 
 
 LEAVING = 3 / 4  # rows that have ended leave the batch when no more than this share of it goes on
-
 LEAVING_GRAPH = 1 / 2  # the same with graphs, of which every shape needs its own
-
 LOOK = 1  # tokens after which the loop looks at what was drawn, to see which rows have ended
-
 LOOK_ON_GPU = 16  # the host has to wait for a GPU each time; what a row draws after its end is dropped
 
 

@@ -660,8 +660,6 @@ def load_pipeline(args, path):
     if isinstance(path, str):
         name = str(spec_path(path) or path)
         with loading("--model", name):
-            if Path(name, "config.json").exists():  # of a pipeline each part has one
-                raise ValueError("it is a single model, expected a pipeline (model_index.json)")
             pipeline = DiffusionPipeline.from_pretrained(
                 name,
                 dtype=getattr(torch, args.dtype),

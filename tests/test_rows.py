@@ -722,11 +722,6 @@ def test_arguments_of_tool_calls_become_mappings():
         assert function["arguments"] == arguments  # the row is as it was
 
 
-def test_empty_prompts_are_counted(letters, capsys):
-    encode_prompts([{"prompt": text} for text in ("", "a", "")], letters, 5, 99, "--dataset")
-    assert capsys.readouterr().out == "--dataset: 2 of 3 prompts are empty; they become the beginning token\n"
-
-
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PROMPTED = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
 

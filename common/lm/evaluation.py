@@ -9,7 +9,7 @@ from common.lm.classifier import RewardModel
 from common.lm.own_rollouts import own_rollout
 from common.lm.sampling import have_ended, sample, uniforms
 from common.lm.tokens import decode, longest_first, marked
-from common.report import screen, table_of
+from common.report import screen
 from common.rows import set_prefix
 
 
@@ -94,13 +94,9 @@ def evaluate_sets(accelerator, model, lm, tokenizer, data, **options):
 
 def log_episodes(run, tokenizer, episodes, advantages):
     """Writes episodes to rollouts.jsonl: responses up to the last trained token, with what is not trained in brackets.
-    advantages: a number for each. With --check two of them are printed."""
-    records = []
+    advantages: a number for each."""
     for episode, advantage in zip(episodes, advantages, strict=True):
         begin = len(episode.query)
         output = marked(tokenizer, episode.ids[begin:], [label != -100 for label in episode.labels[begin:]])
         record = {"step": run.step, "prompt": episode.row["prompt"], "output": output}
-        records.append(record | {"score": summed(episode.score), "advantage": advantage})
-    run.append("rollouts.jsonl", *records)
-    if run.args.check:
-        run.say(table_of(records[:2], "episodes"))
+        run.append("rollouts.jsonl", record | {"score": summed(episode.score), "advantage": advantage})

@@ -69,8 +69,6 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
     prompts = texts(rows, "prompt", flag)
     queries = tokenize(tokenizer, prompts, not chat, end="template" if encoder else "never")
     tell_unknown(tokenizer, queries, flag)
-    if empty := prompts.count(""):
-        screen.say(f"{flag}: {empty} of {len(prompts)} prompts are empty; they become the beginning token")
     if not chat and getattr(tokenizer, "chat_template", None):
         screen.say(f"{flag}: the prompts are plain texts; lists of messages would use the tokenizer's chat template")
     kept_rows = []

@@ -96,7 +96,7 @@ def test_products_of_float32(vendor, rounds, asked, monkeypatch):
 
     allclose = torch.allclose
     monkeypatch.setattr(torch, "allclose", close)
-    cpu = SimpleNamespace(exists=lambda: True, read_text=lambda: f"vendor_id\t: {vendor}\n")
+    cpu = SimpleNamespace(exists=lambda: True, read_text=lambda **options: f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(launch, "Path", lambda path: cpu)
     found = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", found.append)

@@ -226,8 +226,11 @@ class World:
 
 
 @pytest.mark.parametrize("name", CALLED)
-def test_rollouts_of_the_guide(tmp_path, name):
+def test_rollouts_of_the_guide(tmp_path, name, monkeypatch):
     """On the base model of the calculator."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # each has files of the same names, in a folder of its own
+    for other in ("by_row", "my_world"):
+        monkeypatch.delitem(sys.modules, other, raising=False)
     (tmp_path / name).write_text(FILES[name])
     (tmp_path / "by_row.py").write_text(FILES["by_row.py"])
     (tmp_path / "my_world.py").write_text(WORLD)

@@ -181,10 +181,11 @@ def without(rows, left_out):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, without the special tokens that begin, end or pad a text, cut before a stop string
-    and the space ahead of it."""
+    """Texts of responses to queries, without special tokens that begin, end or pad a text or are unknown, cut before a
+    stop string and the space ahead of it."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    marks = special & {*row_ends(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    others = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    marks = special & {*row_ends(tokenizer), *others}
     texts = texts_behind(tokenizer, without(queries, special), without(responses, marks))
     # in the ids, since a stop string that ends a text is not in it
     with_stop = stopped(tokenizer, queries, responses, stops)

@@ -31,12 +31,24 @@ from common.seeding import rng, seed_libraries
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
 _open = []  # open runs of this process
 
-# A multiprocessing.Pool of a reward ends its children by SIGTERM and waits for them. A signal that arrives while Python
-# forgets those of the parent would be lost, so it is blocked during a fork.
-block = functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, [signal.SIGTERM])
-unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGTERM])
-os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
+TERM = [signal.SIGTERM]
 
+
+def leave_runs():
+    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits for
+    them: a handler of Python's may come too late for one that has begun to wait, and a signal that arrives while Python
+    forgets its parent's would be lost, so it is blocked meanwhile."""
+    while _open:
+        for number, handler in _open.pop().handlers.items():
+            signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERM)
+
+
+os.register_at_fork(
+    before=functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, TERM),
+    after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, TERM),
+    after_in_child=leave_runs,
+)
 NO_MEMORY = "out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc"  # what CUDA, cuBLAS and CPUs say
 OUT_OF_MEMORY = (
     "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, and continue by "
@@ -91,7 +103,6 @@ class Run:
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity.identity(args, script)
-        self.process = os.getpid()
         self.signal = None
         self.stepped = False  # whether this process has completed an iteration
         self.made = False  # whether this process created the directory
@@ -376,8 +387,6 @@ class Run:
 
     def _on_signal(self, number, frame):
         """Ends at once if nothing would be lost, else asks the loop to stop; a second Ctrl-C does not wait for it."""
-        if os.getpid() != self.process:  # a child that a reward has forked
-            os._exit(128 + number)
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if not (self.stepped or self.seconds):  # no part of an iteration is done

@@ -29,15 +29,14 @@ from common.report import change_of, draw_curves, facts_of, model_card, screen, 
 from common.seeding import rng, seed_libraries
 
 SAVE_SECONDS = 600  # save again this long after the last save, unless --save-every is 0
-_open = []  # open runs of this process
-
 TERM = [signal.SIGTERM]
+_open = []  # open runs of this process
 
 
 def leave_runs():
-    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits for
-    them: a handler of Python's may come too late for one that has begun to wait, and a signal that arrives while Python
-    forgets its parent's would be lost, so it is blocked meanwhile."""
+    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits until
+    they are gone, so a child needs the default handler, which acts even where Python's code does not go on. What
+    arrives before the handlers are reset would be lost: SIGTERM is blocked during a fork."""
     while _open:
         for number, handler in _open.pop().handlers.items():
             signal.signal(number, handler)
@@ -49,6 +48,7 @@ os.register_at_fork(
     after_in_parent=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, TERM),
     after_in_child=leave_runs,
 )
+
 NO_MEMORY = "out of memory|ALLOC_FAILED|can't allocate memory|bad_alloc"  # what CUDA, cuBLAS and CPUs say
 OUT_OF_MEMORY = (
     "out of memory: lower --micro-batch-size or --decode-batch-size, or add --gradient-checkpointing, and continue by "

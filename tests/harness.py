@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which & of a shell without job control ignores
 
 USER_FILE = '''
 def reward(samples, prompts, outputs, shift, **columns):

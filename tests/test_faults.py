@@ -360,7 +360,7 @@ def test_ten_minutes_are_lost_at_most(scripts, work, tmp_path):
 
 
 FORKS = """
-import multiprocessing, os, sys
+import multiprocessing, os, signal, sys
 
 def reward(samples, **columns):
     for code in (3, 0):
@@ -371,13 +371,13 @@ def reward(samples, **columns):
             return []
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its processes by SIGTERM
+        assert pool.apply(signal.getsignal, [signal.SIGTERM]) == signal.SIG_DFL
         return pool.map(len, samples)
 """
 
 
 @pytest.mark.case(29, "ppo")
 def test_a_reward_that_forks(run, tmp_path):
-    """Its children end by themselves, or by a signal."""
     (tmp_path / "forks.py").write_text(FORKS)
     process = run("ppo", "--reward", "forks.py:reward")
     assert (tmp_path / "run/README.md").exists() and "Traceback" not in process.err

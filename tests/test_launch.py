@@ -110,8 +110,9 @@ import torch
 from common import launch
 torch.set_num_threads(1)
 launch.keep_freed_memory()
-for _ in range(9):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for time in range(30):
+    if time == 20:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(3, 5, 7, 11, 13, 17, 79)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
 """
@@ -119,7 +120,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ["O
 
 @pytest.mark.parametrize("capacity", [None, "7"])
 def test_freed_memory_is_used_again(capacity):
-    """77 MB, 20,000 pages of 4 KB: in the end none is new. What the user says of oneDNN's cache stays."""
+    """77 MB, 20,000 pages of 4 KB: in the end none is new. What the user says of oneDNN's cache stays.
+
+    The first ones may be new: glibc keeps the few bytes before an aligned block for itself, and the rest is too short
+    for the next block, until its list of seven such pieces is full."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     env.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
     if capacity:

@@ -181,8 +181,3 @@ def environment(accelerator):
     launcher = "python" if processes == 1 else f"torchrun --nproc_per_node {processes}"
     machine = {"commit": commit, "device": device, "processes": processes, "threads": torch.get_num_threads()}
     return {"command": f"{launcher} {shlex.join(sys.argv)}", **machine, "versions": versions}
-
-
-def weight_sum(model):
-    """The sum of a model's weights, as a text without the digits that rounding changes."""
-    return f"{sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters()):.9g}"

@@ -44,9 +44,8 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     else:
         choose_products()
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
-    processes = accelerator.num_processes
-    if batch_size % processes:
-        raise InputError(f"--batch-size {batch_size} must be a multiple of the {processes} processes")
+    if batch_size % accelerator.num_processes:
+        raise InputError(f"--batch-size {batch_size} must be a multiple of the {accelerator.num_processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
     if is_sharded(accelerator):

@@ -197,7 +197,8 @@ class Run:
                 self.inputs[f"{flags.get(name, '--dataset')} ({name})"] = identity.digest(value)
         for name, model in models.items():
             if model is not None:
-                self.inputs[f"{flag_of(name)} (weights)"] = identity.weight_sum(model)
+                total = sum(weight.sum(dtype=torch.float64).item() for weight in model.parameters())
+                self.inputs[f"{flag_of(name)} (weights)"] = f"{total:.9g}"  # without what rounding changes
         for other in gather_list([self.inputs]):
             differing = ", ".join(name for name in other if other[name] != self.inputs.get(name))
             if differing:
@@ -506,8 +507,7 @@ class Run:
         way = "; lower is better" if self.lower_is_better else ""
         self.say(f"\n{change_of(records, samples, self.headline)}{way}")
         folder = f"{self.path}/hf_model"
-        length = getattr(self.args, "max_new_tokens", None)
-        usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=length)
+        usage = usage.format(folder=folder, prompt=prompt, max_new_tokens=getattr(self.args, "max_new_tokens", None))
         self.say(f"\n{usage}\n\ncard: {self.path}/README.md\npicture: {self.path}/curve.png\nmodel: {folder}")
         if self.args.push_to_hub:
             from huggingface_hub import HfApi

@@ -80,8 +80,7 @@ def chat_turns(tokenizer, row, where):
         before = messages[:i] if i > begin else prompt
         if before:
             return chat_text(tokenizer, before, row, where, answering=True, anew=i > begin, **options)
-        empty = chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where)
-        return empty.partition(MARK)[0]
+        return chat_text(tokenizer, [{"role": "assistant", "content": MARK}], row, where).partition(MARK)[0]
 
     if prompt and len(parts) > 1:
         head = text_before(answers[0], marked=True)

@@ -19,8 +19,7 @@ def text_arguments(tokenizer, rows, responses, outputs):
     prompts = [row["prompt"] for row in rows]
     space = " " if getattr(tokenizer, "answers_apart", False) else ""
     samples = [prompt + space + output for prompt, output in zip(prompts, outputs, strict=True)]
-    given = {"samples": samples, "prompts": prompts, "outputs": outputs, "output_ids": responses}
-    return given | {"tokenizer": tokenizer}
+    return {"samples": samples, "prompts": prompts, "outputs": outputs, "output_ids": responses, "tokenizer": tokenizer}
 
 
 def summed(score):

@@ -308,6 +308,16 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
         assert torch.equal(loaded.train()(IDS).logits, loaded.eval()(IDS).logits), family
 
 
+def test_a_gelu_that_is_torchs_becomes_torchs(build_model, letters):
+    """To rounding; the exact GELU and others stay."""
+    for name, is_torchs in (("gelu_new", True), ("gelu_fast", True), ("gelu", False), ("quick_gelu", False)):
+        model = build_model("gpt2", torch.float64, activation_function=name)
+        expected = model(IDS).logits
+        loaded, _ = load_model(from_task(sft.Args, sft.TASK, tokenizer=letters), model)
+        assert (type(loaded.transformer.h[1].mlp.act) is torch.nn.GELU) == is_torchs, name
+        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=0, atol=1e-9)
+
+
 def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     """torch gives the embedding of the padding no gradient, and the padding may be the end token."""
     letters.pad_token = letters.eos_token

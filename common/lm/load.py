@@ -110,7 +110,8 @@ def repaired(model, args):
     points = torch.linspace(-9, 9, 99, dtype=torch.float64)
     for module in model.modules():
         for name, child in module.named_children():
-            if "GELU" in type(child).__name__.upper() and torch.allclose(child(points), nn.GELU("tanh")(points)):
+            is_gelu = type(child).__module__ == "transformers.activations" and "GELU" in type(child).__name__.upper()
+            if is_gelu and torch.allclose(child(points), nn.GELU("tanh")(points)):
                 setattr(module, name, nn.GELU("tanh"))
         for name, value in vars(module).items():
             is_rate = "drop" in name or "jitter" in name or (name == "p" and isinstance(module, nn.Dropout))

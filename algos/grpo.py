@@ -9,6 +9,7 @@ the group takes the place of a value function.
     mean over responses of means over their tokens         GRPO Eq. 3         token_weights
     mean log-ratio of a response                           GSPO Eq. 7         sequence_means
     -sg(clip(ratio, 1 - low, 1 + high)) A log pi           CISPO Eq. 4, 5     cispo_loss
+    pi_old / pi_sampler, limited                           TIS, AReaL Eq. 5   correction_weights
 
 Dr. GRPO, RLOO, DAPO, GSPO, CISPO, MaxRL and on-policy distillation are flags: "Variants of GRPO" in algos/README.md.
 
@@ -116,6 +117,14 @@ class Args(RunArgs, ModelArgs):
     """How far the ratio may fall below 1 before it is clipped (epsilon of GRPO Eq. 3)."""
     cliprange_high: NonNegative | None = None
     """How far the ratio may rise above 1 before it is clipped (Yu et al. 2025: 0.28); default: --cliprange."""
+    correction: Literal["none", "truncate", "mask", "sequence-mask", "decoupled"] = "none"
+    """Weight of a token's policy loss, where a --rollout returns the log-probabilities of its sampler as the column
+    sampler_logprobs. The ratio is a token's probability by the policy before the update over that by the sampler.
+    none: 1; decoupled: the ratio (AReaL Eq. 5); truncate: the ratio, at most --correction-limit (TIS, Yao et al. 2025);
+    mask: the ratio, or 0 if it is above the limit; sequence-mask: the product of the response's ratios, or 0 if it is
+    above the limit (default of TRL 1.16)."""
+    correction_limit: Positive = 2.0
+    """Largest weight of a correction (Yao et al. 2025: 2; TRL 1.16: 3)."""
     ref_model: str | None = None
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     kl_coef: NonNegative = 0.04
@@ -207,8 +216,6 @@ class Args(RunArgs, ModelArgs):
         if self.total_episodes < self.rollout_batch_size:
             size = f"--rollout-batch-size {self.rollout_batch_size}"
             yield f"--total-episodes {self.total_episodes} must be at least {size}"
-        if self.rollout and self.stop:
-            yield "--stop is not used with --rollout: give stop strings to `sample`"
         if self.reward is None and self.ref_model is None:
             yield "--reward is missing: --help says what it takes"
         elif self.reward is None and not self.unbiased_kl:
@@ -267,7 +274,24 @@ def cispo_loss(logprobs, log_ratio, advantages, cliprange, cliprange_high):
 def sequence_means(log_ratio, lengths):
     """(n,): for each token the mean of log_ratio (n,) over its response, whose exponential is the geometric mean of the
     ratios. lengths: tokens of each response. Source: GSPO, Zheng et al. 2025, Eq. 7."""
-    return torch.cat([response.mean().expand_as(response) for response in log_ratio.split(lengths)])
+    # 0: a process may have no response, and `cat` needs a tensor
+    return torch.cat([response.mean().expand_as(response) for response in log_ratio.split([*lengths, 0])])
+
+
+def correction_weights(log_ratio, lengths, correction, limit):
+    """(n,) weights of the policy loss for log_ratio = log pi_old - log pi_sampler (n,), without a gradient. lengths:
+    tokens of each response. Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training" (truncate); AReaL, Fu et al. 2025, arXiv 2505.24298, Eq. 5 (decoupled); TRL 1.16 (masks)."""
+    if correction == "none":
+        return torch.ones_like(log_ratio)
+    if correction == "sequence-mask":
+        log_ratio = torch.cat([response.sum().expand_as(response) for response in log_ratio.split([*lengths, 0])])
+    weights = log_ratio.exp()
+    if correction == "truncate":
+        return weights.clamp(max=limit)
+    if correction == "decoupled":
+        return weights
+    return weights.masked_fill(weights > limit, 0.0)
 
 
 def kl_k3(logprobs, ref_logprobs):
@@ -364,7 +388,8 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     else:
         responses, trained, ended, rows = own_rollout(
             accelerator, lm, tokenizer, data.rollout, rows, queries, ("rollout", iteration), seed=args.seed,
-            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, temperature=args.temperature,
+            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, stop=args.stop,
+            temperature=args.temperature,
         )  # fmt: skip
     # 2. r(x, y): once for all texts, or by a reward model
     outputs = decode(tokenizer, queries, responses, args.stop)
@@ -513,7 +538,7 @@ def losses(model, lines, counts, args):
     """(loss, metrics): this micro-batch's shares of the step's loss (float64) and of the iteration's means.
 
     counts: how many "steps", "sequences", "tokens" and tokens "with an advantage" that is not 0 the means of the
-    iteration are over.
+    iteration are over; how many of the last are "of a sampler" that told their log-probabilities.
     """
     episodes = episodes_of(lines)
     entropies_of = torch.no_grad()(token_entropies)
@@ -536,11 +561,15 @@ def losses(model, lines, counts, args):
         policy_terms = clip_loss(log_ratio, advantages, args.cliprange, cliprange_high)
     else:
         policy_terms = cispo_loss(new_logprobs, log_ratio, advantages, args.cliprange, cliprange_high)
+    mismatch = {}
+    if counts["of a sampler"]:
+        corrections, mismatch = mismatch_of(logprobs, episodes, args)
+        policy_terms = policy_terms * corrections
     # if you add a term: without a KL, `minibatches` leaves out episodes without an advantage
     # with ratio 1 and an equal weight of each response this is minus the mean advantage, 0: its gradient is what trains
     loss = (weights * policy_terms).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
-    metrics |= token_metrics(log_ratio, logprobs, entropies, advantages, counts, args)
+    metrics |= token_metrics(log_ratio, logprobs, entropies, advantages, mismatch, counts, args)
     if args.kl_coef:
         ref_logprobs = of_all(episodes, "ref_logprobs", new_logprobs)
         kl = kl_k3(new_logprobs, ref_logprobs)
@@ -556,7 +585,21 @@ def losses(model, lines, counts, args):
 
 
 @torch.no_grad()
-def token_metrics(log_ratio, logprobs, entropies, advantages, counts, args):
+def mismatch_of(logprobs, episodes, args):
+    """(weights of --correction, terms of the mismatch/ metrics), (n,) each, from the log-probabilities of the policy
+    before the update and the column sampler_logprobs. mismatch/kl is the k3 estimate of KL(sampler || policy)."""
+    columns = [episode.row["sampler_logprobs"] for episode in episodes]
+    sampler_logprobs = torch.tensor([*itertools.chain(*columns)], dtype=torch.float64).to(logprobs.device)
+    log_ratio = logprobs - sampler_logprobs
+    weights_at = partial(correction_weights, log_ratio, [episode.length for episode in episodes], args.correction)
+    terms = {"mismatch/kl": kl_k3(sampler_logprobs, logprobs), "mismatch/ratio": log_ratio.exp()}
+    terms["mismatch/ratio_squared"] = (2 * log_ratio).exp()  # for the effective sample size
+    terms["mismatch/limited"] = weights_at(math.inf) > args.correction_limit
+    return weights_at(args.correction_limit), terms
+
+
+@torch.no_grad()
+def token_metrics(log_ratio, logprobs, entropies, advantages, mismatch, counts, args):
     """Shares of the iteration's means. They are over the tokens whose advantage is not 0; with a KL, policy/entropy and
     policy/nll are over all tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped.
     policy/nll is of the policy that sampled, the others of the one that is trained. All tensors (n,)."""
@@ -573,7 +616,7 @@ def token_metrics(log_ratio, logprobs, entropies, advantages, counts, args):
     above = ratio > 1 + cliprange_high
     below = ratio < 1 - args.cliprange
     clipped = torch.where(advantages > 0, above, below) if args.policy_loss == "clip" else above | below
-    terms |= {"policy/approxkl": log_ratio.square() / 2, "policy/clipfrac": clipped, "policy/ratio": ratio}
+    terms |= mismatch | {"policy/approxkl": log_ratio.square() / 2, "policy/clipfrac": clipped, "policy/ratio": ratio}
     for name, term in terms.items():
         total = torch.where(advantages != 0, term, 0.0).sum(dtype=torch.float64)
         metrics[name] = total / counts["with an advantage"]
@@ -589,6 +632,7 @@ def update(run, model, optimizer, episodes, args):
         "sequences": len(episodes) * args.ppo_epochs,
         "tokens": sum(episode.length for episode in episodes) * args.ppo_epochs,
         "with an advantage": sum(e.length for e in episodes if e.advantage) * args.ppo_epochs,
+        "of a sampler": sum(e.length for e in episodes if e.advantage and "sampler_logprobs" in e.row),
     }
     step = run.step - args.steps_per_iteration  # run.step is the number of steps at the end of this iteration
     sums = defaultdict(float)
@@ -616,6 +660,8 @@ def update(run, model, optimizer, episodes, args):
             optimizer.step()
             optimizer.zero_grad()
     metrics = {"episode": run.iteration * args.rollout_batch_size} | reduce_sums(accelerator, sums)
+    if "mismatch/ratio" in metrics:
+        metrics["mismatch/ess"] = metrics["mismatch/ratio"] ** 2 / metrics.pop("mismatch/ratio_squared")
     metrics["loss/total"] = metrics["loss/policy"] + args.kl_coef * metrics.get("loss/kl", 0.0)
     # of the last step; the norm is the one before clipping
     return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}

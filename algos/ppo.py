@@ -209,8 +209,6 @@ class Args(RunArgs, ModelArgs):
         if self.total_episodes < self.rollout_batch_size:
             size = f"--rollout-batch-size {self.rollout_batch_size}"
             yield f"--total-episodes {self.total_episodes} must be at least {size}"
-        if self.rollout and self.stop:
-            yield "--stop is not used with --rollout: give stop strings to `sample`"
         if self.min_length_limit is not None and self.min_length_limit > self.max_new_tokens:
             yield f"--min-length-limit {self.min_length_limit} must be at most --max-new-tokens {self.max_new_tokens}"
         if self.kl_target is not None and self.kl_coef == 0:
@@ -468,7 +466,8 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     else:
         responses, trained, ended, rows = own_rollout(
             accelerator, lm, tokenizer, data.rollout, rows, queries, ("rollout", iteration), seed=args.seed,
-            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, temperature=args.temperature,
+            max_new_tokens=args.max_new_tokens, decode_batch_size=args.decode_batch_size, stop=args.stop,
+            temperature=args.temperature,
         )  # fmt: skip
     # 2. r(x, y): once for all texts, or by a reward model
     outputs = decode(tokenizer, queries, responses, args.stop)

@@ -20,6 +20,7 @@ from common.report import screen, visible
 # Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
 TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
 ROLLOUT_ARGUMENTS = ("sample", "prompt_ids", "prompts", "tokenizer", "seeds", "model", "temperature", "max_new_tokens")
+ROLLOUT_ARGUMENTS += ("stop_strings", "iteration")
 FILE_KINDS = (".jsonl", ".json", ".csv", ".txt", ".parquet")  # also with .gz, but for the last
 NUMBERS = {"reward", "margin", "truncated"}  # columns of a .csv file that are no texts
 WORDS = {"true": True, "false": False, "": None}  # cells in such columns

@@ -67,7 +67,7 @@ FLAGS = {  # range: flags
         ppo_epochs rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync threads total_episodes
         total_steps""",
     "at least 0": "eval_every lora_r save_every top_k warmup_steps",
-    "a positive number": "adv_clip_max awac_clip beta epochs kl_target lora_alpha lr temperature",
+    "a positive number": "adv_clip_max awac_clip beta correction_limit epochs kl_target lora_alpha lr temperature",
     "0 or a positive number": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
         cliprange_value cql_scale early_stop_kl eval_temperature kl_coef lr_final max_grad_norm missing_eos_penalty
         ratio_threshold score_clip sft_coef vf_coef weight_decay""",
@@ -99,7 +99,7 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
     "grpo": ROLLOUTS | {
         "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "policy_loss": "clip",
         "ratio_level": "token", "lr": 1e-6, "loss_mean": "sequence", "max_new_tokens": 512,
-        "lr_schedule": "constant", "save_every": 20, "eval_every": 20,
+        "lr_schedule": "constant", "save_every": 20, "eval_every": 20, "correction": "none", "correction_limit": 2.0,
     },
     "ilql": {
         "lr": 5e-5, "epochs": 3.0, "tau": 0.7, "gamma": 0.99, "cql_scale": 0.1, "awac_scale": 1.0, "awac_beta": 0.0,
@@ -176,7 +176,6 @@ TEX = (r"\text{", r"\nabla", r"\n\nQ")  # the last one is no word of TeX
 STOP = "must be texts that are not empty, with a line break as $'\\n' in a shell"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
-    ("grpo", {"rollout": "x", "stop": ("a",)}, "--stop is not used with --rollout: give stop strings to `sample`"),
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
     ("sft", {"lora_alpha": 2.0}, LORA),
     ("ddpo", {"lora_targets": ("all-linear",)}, LORA),

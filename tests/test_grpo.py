@@ -185,14 +185,16 @@ REF = NEW + table(2.9, 1.3, 0.2, 0.7, 0.1)
 ADVANTAGES = tensor(1.5, -0.75, 0.5, -1.25, 2.0)
 
 
-def losses_of(monkeypatch, new, args):
-    """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches."""
+def losses_of(monkeypatch, new, args, **columns):
+    """What grpo.losses says of log-probabilities (B, R), as of a model that gives them, in two micro-batches. columns:
+    of a rollout function, with a value for each row."""
     token_weights = grpo.token_weights(torch.tensor(LENGTHS), args.loss_mean, args.max_new_tokens)
     episodes = []
     for row, length in enumerate(LENGTHS):
         numbers = {"advantage": ADVANTAGES[row].item(), "weight": token_weights[row].item()}
         numbers |= {"logprobs": OLD[row, :length], "ref_logprobs": REF[row, :length]}
-        episodes.append(grpo.Episode({"row": row}, [0], [0] * length, [True] * length, True, 0.0, **numbers))
+        own = {"row": row} | {name: values[row] for name, values in columns.items()}
+        episodes.append(grpo.Episode(own, [0], [0] * length, [True] * length, True, 0.0, **numbers))
 
     def line_logprobs(model, lines, *_):
         logprobs = torch.cat([new[each.row["row"], : each.length] for each in grpo.episodes_of(lines)])
@@ -200,6 +202,7 @@ def losses_of(monkeypatch, new, args):
 
     monkeypatch.setattr(grpo, "line_logprobs", line_logprobs)
     counts = {"steps": 1, "sequences": B, "tokens": sum(LENGTHS), "with an advantage": sum(LENGTHS)}
+    counts["of a sampler"] = len(columns)
     loss = 0.0
     sums = defaultdict(float)
     for rows in ([3, 0], [4, 1, 2]):

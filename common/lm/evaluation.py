@@ -48,10 +48,10 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     dict per row. options: those of `respond`."""
     if rollout is None:
         responses = respond(accelerator, lm, tokenizer, queries, **options)
+        ended = have_ended(lm, tokenizer, queries, responses, options["stop"])
     else:
-        taken = {name: value for name, value in options.items() if name != "stop"}
         responses, trained, ended, rows = own_rollout(
-            accelerator, lm, tokenizer, rollout, rows, queries, ("eval", 0), **taken
+            accelerator, lm, tokenizer, rollout, rows, queries, ("eval", 0), **options
         )
     outputs = decode(tokenizer, queries, responses, options["stop"])
     given = text_arguments(tokenizer, rows, responses, outputs)
@@ -59,8 +59,6 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
     if metric is not None:
         values |= on_main(accelerator, metric, rows, given)
     if isinstance(reward, RewardModel):
-        if rollout is None:
-            ended = have_ended(lm, tokenizer, queries, responses, options["stop"])
         values["reward"] = reward.score_all(accelerator, given["samples"], ended)
     elif reward is not None:
         scores, columns = on_main(accelerator, reward, rows, given, list(map(len, responses)))

@@ -9,18 +9,18 @@ from common.errors import InputError
 from common.functions import call_function
 from common.launch import gather_list, local_rows, on_each
 from common.lm.adapters import for_sampling
-from common.lm.sampling import sample, uniforms
-from common.lm.structure import end_tokens
+from common.lm.sampling import have_ended, sample, uniforms
 from common.lm.tokens import longest_first
 from common.report import screen
 from common.seeding import rng, seed_libraries
 
 
 def own_rollout(
-    accelerator, lm, tokenizer, function, rows, queries, stream, *, seed, max_new_tokens, decode_batch_size, **options
-):
+    accelerator, lm, tokenizer, function, rows, queries, stream, *,
+    seed, max_new_tokens, decode_batch_size, stop, **options,
+):  # fmt: skip
     """(responses, trained, ended, rows) of all queries (lists of ids), on every process: ids; for each id whether it is
-    trained; whether there was room for more, or the last id is an end token; the rows with the function's columns.
+    trained; whether there was room for more, or it ended by itself; the rows with the function's columns.
 
     stream: (name, number), for rollouts ("rollout", iteration). The n-th token sampled for row i takes the n-th uniform
     of (seed, name, number, i). options: temperature, top_k and top_p of `sample`."""
@@ -30,7 +30,7 @@ def own_rollout(
     own_queries = [queries[row] for row in local]
     sampled = [[] for _ in local]  # of each row: (context, ids) of every call
 
-    def sample_rows(contexts, places, stop=()):
+    def sample_rows(contexts, places, stop=stop):
         """Lists of the ids sampled after contexts (lists of ids) of the rows at places, which count from 0 in this
         process; [] where a response has reached its limit."""
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -38,45 +38,46 @@ def own_rollout(
         if not all(contexts) or len({*places}) < len(places) or min(places, default=0) < 0:
             raise InputError("--rollout: `sample` takes contexts (ids) for different rows, counted from 0")
         found = {place: [] for place in places}
-        waiting = []
-        for place, context in zip(places, contexts, strict=True):
-            room = len(own_queries[place]) + max_new_tokens - len(context)
-            if room > 0:
-                waiting.append((place, context, room))
+        limits = [len(own_queries[place]) + max_new_tokens for place in places]  # of a context with its response
+        known = zip(places, contexts, limits, strict=True)
+        waiting = [(place, context, limit - len(context)) for place, context, limit in known if limit > len(context)]
         screen.show("sampling" if name == "rollout" else "evaluating", len(waiting))
-        for chunk in longest_first([len(context) for _, context, _ in waiting], decode_batch_size):
-            own, heads, rooms = zip(*(waiting[number] for number in chunk), strict=True)
-            draws = []
-            for place in own:
-                done = sum(len(ids) for _, ids in sampled[place])
-                draws.append(uniforms(seed, name, number, [local[place]], done + max(rooms))[0, done:])
-            draws = torch.stack(draws).to(accelerator.device)
-            found |= zip(own, sample(lm, tokenizer, heads, draws, rooms, stop, **options), strict=True)
+        with accelerator.autocast():
+            for chunk in longest_first([len(context) for _, context, _ in waiting], decode_batch_size):
+                own, heads, rooms = zip(*(waiting[number] for number in chunk), strict=True)
+                draws = []
+                for place in own:
+                    done = sum(len(ids) for _, ids in sampled[place])
+                    draws.append(uniforms(seed, name, number, [local[place]], done + max(rooms))[0, done:])
+                draws = torch.stack(draws).to(accelerator.device)
+                found |= zip(own, sample(lm, tokenizer, heads, draws, rooms, stop, **options), strict=True)
         for place, context in zip(places, contexts, strict=True):
             sampled[place].append(([*context], [*found[place]]))
         return [found[place] for place in places]
 
-    given = {"sample": sample_rows, "prompt_ids": own_queries, "tokenizer": tokenizer, "model": lm}
+    given = {"sample": sample_rows, "prompt_ids": own_queries, "tokenizer": tokenizer, "model": lm, "iteration": number}
     given["prompts"] = [row["prompt"] for row in own_rows]
     given["seeds"] = [int(rng(seed, f"{name} seeds", number, row).integers(2**32)) for row in local]
-    given |= {"temperature": options["temperature"], "max_new_tokens": max_new_tokens}
+    given |= {"temperature": options["temperature"], "max_new_tokens": max_new_tokens, "stop_strings": stop}
     # the same in a continued run, and different in each process
     seed_libraries(int(rng(seed, f"{name} libraries", number, accelerator.process_index).integers(2**32)))
-    with accelerator.autocast(), for_sampling(lm):
+    with for_sampling(lm):  # a function computes in its own precision
         segments, columns = on_each(accelerator, function, own_rows, given, sampled)
     added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
     rows = [row | new for row, new in zip(rows, gather_list(added), strict=False)]
     responses = []
     trained = []
-    for parts in gather_list(segments)[: len(queries)]:
+    for row, parts in zip(rows, gather_list(segments)[: len(queries)], strict=True):
         responses.append([])
         trained.append([])
         for ids, is_trained in parts:
             responses[-1] += ids
             trained[-1] += [is_trained] * len(ids)
+        if "sampler_logprobs" in row:  # is cut with the ids
+            row["sampler_logprobs"] = row["sampler_logprobs"][: sum(trained[-1])]
     # turns may end with an end token, too: a response has ended if there was room for more
-    ends = end_tokens(lm)
-    ended = [len(ids) < max_new_tokens or ids[-1] in ends for ids in responses]
+    by_itself = have_ended(lm, tokenizer, queries, responses, stop)
+    ended = [len(ids) < max_new_tokens or end for ids, end in zip(responses, by_itself, strict=True)]
     return responses, trained, ended, rows
 
 

@@ -63,6 +63,7 @@ MEASURES = {  # what `measured` returns, in words
     "rise": "rise since the best score of",
 }
 CASES = "benchmarks/faults/cases.csv"
+WAITS = "benchmarks/throughput/waits.csv"
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 
@@ -161,8 +162,7 @@ def results(name):
     """The block of a claim's README.md: the table, the bars, and where it was measured."""
     claim = CLAIMS[name]
     runs = [run for run in tables.stored_runs(name) if not run["variant"].endswith(TWIN)]
-    devices = sorted({f"{run['device']}, {run['threads']} threads, torch {run['torch']}" for run in runs})
-    commits = sorted({run["commit"] for run in runs})
+    devices = "; ".join(sorted({f"{run['device']}, {run['threads']} threads, torch {run['torch']}" for run in runs}))
     variants = tables.curves(name)
     bars = []
     for variant, key, which, sign, bar, count in claim.bars:
@@ -181,8 +181,7 @@ def results(name):
         *table(name),
         "",
         *bars,
-        f"Measured on {'; '.join(devices)}; commit {', '.join(commits)}. [same.csv](../same.csv) says how far the "
-        "first lines of `metrics.jsonl` of these commits differ from those of a later one.",
+        f"Measured on {devices}. [runs.csv](runs.csv) has the commits, [same.csv](../same.csv) compares a later one.",
         *rounding(name),
         *before_and_after(name),
     ]
@@ -215,7 +214,7 @@ def rounding(name):
             spreads = f"{spread:.4f} and {stdev(ends):.4f}, {len(twins)} seeds"
             lines[variant, key, which] = f"- `{variant}`: {MEASURES.get(which, which)} `{key}`, {spreads}"
     twins = [run for run in tables.stored_runs(name) if run["variant"].endswith(TWIN)]
-    where = "; ".join(sorted({f"{run['device']}, commit {run['commit'][:12]}" for run in twins}))
+    where = "; ".join(sorted({run["device"] for run in twins}))
     first = f"Standard deviations between runs of the same seed here and on another CPU ({where}), and between seeds:"
     return ["", first, "", *lines.values()] if lines else []
 
@@ -349,9 +348,10 @@ def summary():
     return tables.markdown(heads, rows)
 
 
-def csv_table(file):
-    rows = tables.read_csv(tables.ROOT / file)
-    return tables.markdown(list(rows[0]), [row.values() for row in rows])
+def csv_table(file, first=0):
+    rows = tables.read_csv(tables.ROOT / file)[first:]
+    heads = [name for name in rows[0] if name != "commit"]  # which only the file has
+    return tables.markdown(heads, [[row[name] for name in heads] for row in rows])
 
 
 def tried_cases():
@@ -390,7 +390,7 @@ def blocks():
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
         ("benchmarks/throughput/README.md", "growth", growth.table),
-        ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, "benchmarks/throughput/waits.csv")),
+        ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, WAITS, -1)),
         ("benchmarks/curves/pitfalls/README.md", "signs", signs),
     ]
     for name in CLAIMS:

@@ -88,7 +88,7 @@ def compared():
 def table():
     """The table at the top of the page: a row a comparison and device."""
     heads = ["script", "precision", "device", "times", "fastest peer", "times its defaults", "memory"]
-    heads += ["fraction of GEMM peak", "runs", "commit"]
+    heads += ["fraction of GEMM peak", "runs"]
     lines = []
     for title, side, device, runs, peer, times, of_defaults in compared():
         words = device.replace("(R)", "").split()
@@ -98,7 +98,7 @@ def table():
         cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
         cells += [f"{system(other[0])}: {peer}", spread(of_defaults)]
         cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
-        lines.append([*cells, f"{len(times)}", own[0]["commit"][:7]])
+        lines.append([*cells, f"{len(times)}"])
     return markdown(heads, lines)
 
 

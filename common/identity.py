@@ -22,6 +22,7 @@ from common.functions import ROOT, adapter_base, spec_path
 
 PLAIN = bool | int | float | str
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+VERSION = "0.5"  # the first one of CHANGELOG.md
 
 # Flags that change memory, but not the result (to rounding). config.yaml has them, too.
 SIZES = ["micro_batch_size", "decode_batch_size", "packing", "gradient_checkpointing"]
@@ -166,7 +167,7 @@ def plain(value):
 
 def environment(accelerator):
     """Versions and hardware: an allow-list, never os.environ."""
-    versions = {"python": platform.python_version()}
+    versions = {"plainrl": VERSION, "python": platform.python_version()}
     for name in "torch transformers accelerate tokenizers safetensors numpy datasets peft diffusers".split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)

@@ -174,11 +174,10 @@ def model_card(env, names, records, samples, usage):
             (first_step, first), (last_step, last) = curve[0], curve[-1]
             numbers.append(f"- `{name}`: {first:.3g} at step {first_step}, **{last:.3g}** at step {last_step}")
     newest = {sample["prompt"]: sample for sample in samples if sample["step"] == samples[-1]["step"]}
-    shown = [*newest.values()][:3]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
-    if shown:  # indented, so that nothing in them is markup
-        parts += ["## Samples", textwrap.indent(table_of(shown, width=WIDEST), "    ")]
+    if newest:  # indented, so that nothing in them is markup
+        parts += ["## Samples", textwrap.indent(table_of([*newest.values()][:3], width=WIDEST), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return visible_lines("\n\n".join(filter(None, parts))) + "\n"

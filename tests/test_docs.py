@@ -17,6 +17,7 @@ from benchmarks import check, seeds, tables
 from benchmarks.tasks import arithmetic, calculator, pretrained, randomwalks, shapes
 from common import run as run_module
 from common.cli import parse
+from common.identity import VERSION
 from common.lm.chat import pair_texts, row_segments
 from common.lm.tokens import encode_prompts
 
@@ -44,12 +45,6 @@ def test_documented_command_parses(script, command):
     assert parse(words, SCRIPTS[script].Args, SCRIPTS[script].TASK)
 
 
-def anchors(page):
-    """What the headings of a page are called in links."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
@@ -59,13 +54,16 @@ def test_links_lead_somewhere(page):
         file, _, anchor = link.partition("#")
         target = page.parent / file if file else page
         assert target.exists(), f"{page.name} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+            called = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in called, f"{page.name} links to {link}"
+    commits = re.findall(r"(?i)commits?,? `?[0-9a-f]{7}.*|\| commit \|", text)
+    assert not commits, f"{page.name}: a .csv file has the commits"
 
 
-def section(title):
-    """The text of a section of the guide."""
-    [text] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.M | re.S)
-    return text
+def test_the_version_is_the_first_of_the_changelog():
+    assert re.search(r"^## (\S+),", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == VERSION
 
 
 def read_row(row):
@@ -81,7 +79,8 @@ def read_row(row):
 
 
 def test_the_rows_of_the_guide_are_read():
-    rows = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", section("Rows"), re.S)]
+    [text] = re.findall(r"^## Rows\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.M | re.S)
+    rows = [json.loads(row) for row in re.findall(r"```json\n(.*?)```", text, re.S)]
     for row in rows:
         assert read_row(row)
     assert len(rows) == 14
@@ -145,8 +144,6 @@ def test_the_set_ups_of_readme_are_run_as_they_stand():
 
 
 COUNT = 'run pytest -m "case or slow" --dist load -vv --table=benchmarks/faults/cases.csv'
-
-
 MODULES = [arithmetic, calculator, pretrained, randomwalks, shapes, *SCRIPTS.values(), check, tables, run_module]
 
 

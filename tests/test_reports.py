@@ -32,7 +32,7 @@ from benchmarks.tables import by_step
 from common import report
 from common import run as run_module
 from common.cli import parse
-from common.identity import environment
+from common.identity import VERSION, environment
 from common.lm import load
 from common.lm.tokens import encode_prompts
 from common.report import draw_curves
@@ -283,6 +283,7 @@ def test_what_a_run_leaves_and_prints(algo, whole):
     card = (folder / "README.md").read_text()
     usage = re.search("```python\n(.*?)\n```", card, re.S)[1]
     assert card == report.model_card(env, names, records, samples(folder), usage)
+    assert env["versions"]["plainrl"] == VERSION and f"; plainrl {VERSION}, python 3." in card
     values = [record[names[0]] for record in records if names[0] in record]
     curve = f"\n\n{names[0]} {values[0]:.3g} -> {values[-1]:.3g}"
     places = f"card: {folder}/README.md\npicture: {folder}/curve.png\nmodel: {folder}/hf_model\n"
@@ -604,11 +605,8 @@ def test_a_card(monkeypatch):
     table = textwrap.indent(report.table_of(newest, width=report.WIDEST), "    ")
     card = report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)")
     parts = CARD, f"## Samples\n\n{table}\n", "## Use\n\n```python\nprint(1)\n```\n"
-    parts += (
-        "## Command\n\n```\npython algos/ppo.py --lr 1e-5\n```\n",
-        "Commit abc; python 3.11.7, torch 2.11.0; a CPU.\n",
-    )
-    assert card == "\n".join(parts)
+    parts += ("## Command\n\n```\npython algos/ppo.py --lr 1e-5\n```\n",)
+    assert card == "\n".join([*parts, "Commit abc; python 3.11.7, torch 2.11.0; a CPU.\n"])
     one = report.model_card(ENV, names, PPO[1:2], [], usage="print(1)")
     assert "## Samples" not in one and "eval/reward" not in one  # which were not evaluated
     report.model_card(ENV, names, [], [], usage="print(1)")

@@ -51,15 +51,15 @@ from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positiv
 from common.errors import InputError
 from common.functions import build, loading
 from common.launch import accumulate, gather_list, local_rows, on_main, prepare, reduce_sums, require_finite, unsharded
-from common.lm.adapters import for_sampling
+from common.lm.adapters import for_sampling, train_adapters
 from common.lm.chat import is_chat
-from common.lm.classifier import RewardModel
+from common.lm.classifier import RewardModel, raise_heads
 from common.lm.evaluation import evaluate_sets, log_episodes, text_arguments
-from common.lm.load import lines_of_use, load_decoder, load_lm, make_reference, saved_heads
+from common.lm.load import lines_of_use, load_decoder, load_lm, load_pretrained, make_reference, saved_heads
 from common.lm.logprobs import in_float32, line_logprobs, token_entropies
 from common.lm.own_rollouts import call_rollout, own_rollout
 from common.lm.sampling import have_ended, sample, uniforms
-from common.lm.structure import draw_layers, max_positions
+from common.lm.structure import draw_layers, freeze, max_positions
 from common.lm.tokens import decode, encode_prompts, int32, longest_first, pad_rows, split_lines, tell_unended_turns
 from common.report import screen
 from common.rows import longest_rows, read_data, set_flag, set_prefix
@@ -116,6 +116,14 @@ class Args(RunArgs, ModelArgs):
     """Initial last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
     detach_value_trunk: bool = False
     """Train only the value head with the value loss, not the policy's blocks."""
+    value_model: str | None = None
+    """Critic with a trunk of its own, given like --model: a language model, which gets a linear head of zeros, or a
+    classifier with one label, such as a reward model or the value_model/ of a run; --lora-r and --num-layers-unfrozen
+    count for it, too. Default: a value head on the policy's trunk."""
+    value_lr: Positive | None = None
+    """Peak learning rate of the critic: of the value head alone, or with --value-model of all of it; default: --lr."""
+    value_warmup: Natural = 0
+    """First iterations that train the critic alone: the learning rate of the policy, its trunk included, is 0."""
     score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
     """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's scores (ref).
     -norm subtracts their mean first."""
@@ -218,6 +226,8 @@ class Args(RunArgs, ModelArgs):
                 f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
                 "or --kl-coef may become negative"
             )
+        if self.value_warmup and self.value_warmup >= self.num_iterations:
+            yield f"--value-warmup {self.value_warmup} leaves none of {self.num_iterations} iterations to the policy"
         if 0 < self.ratio_threshold <= 1:
             yield f"--ratio-threshold {self.ratio_threshold} must be 0 or more than 1"
         if self.rollout and self.min_length_limit:
@@ -392,6 +402,25 @@ class PolicyWithValue(nn.Module):
         kind = "mlp" if len(weights) == 4 else "linear"
         self.value_head = PolicyWithValue(self.lm, kind).value_head.to(self.lm.device)
         self.value_head.load_state_dict(weights)
+
+
+class PolicyWithCritic(nn.Module):
+    """A language model `lm`, and as `critic` a sequence classifier that scores each trained token."""
+
+    def __init__(self, lm, critic):
+        super().__init__()
+        self._no_split_modules = [*lm._no_split_modules, *critic._no_split_modules]  # accelerate shards by these blocks
+        self.lm = lm
+        self.critic = critic
+
+    def forward(self, lines, **options):
+        """As that of PolicyWithValue."""
+        logprobs, _, entropies = line_logprobs(self.lm, lines, **options)
+        ids = pad_rows([ids for [(ids, *_)] in lines], 0)[:, :-1].to(logprobs.device)  # no token sees this padding
+        labels = pad_rows([labels for [(_, labels, _)] in lines], -100)[:, 1:]
+        places = (labels != -100).flatten().nonzero()[:, 0].to(logprobs.device)  # found on the CPU: a GPU would wait
+        states = self.critic.base_model(input_ids=ids, use_cache=False)[0]
+        return logprobs, self.critic.score(states.flatten(0, 1)[places])[..., 0], entropies
 
 
 # ---- Rollout ---------------------------------------------------------------------------------------------------------
@@ -637,6 +666,17 @@ def make_optimizer(model, args):
     return optimizer
 
 
+def split_groups(optimizer, lm, args):
+    """Moves the weights of the critic, all but those of lm, to groups of their own. In its first `still` iterations, a
+    group has gradients, which AdamW's moments average, but a rate of 0."""
+    of_policy = set(map(id, lm.parameters()))
+    for group in optimizer.param_groups[:]:
+        critic = [weight for weight in group["params"] if id(weight) not in of_policy]
+        group["params"] = [weight for weight in group["params"] if id(weight) in of_policy]
+        optimizer.add_param_group(group | {"params": critic, "peak_lr": args.value_lr or args.lr, "still": 0})
+        group["still"] = args.value_warmup
+
+
 def learning_rate(peak, step, total_steps, args):
     """The rate of optimizer step `step`, counted from 0: warm-up to the peak, decay to --lr-final, then constant."""
     if step < args.warmup_steps:
@@ -727,6 +767,8 @@ def update(run, model, optimizer, episodes, args):
             require_finite(step, where, gradient_norm=grad_norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(group["peak_lr"], step - 1, run.total_steps, args)
+                if run.iteration <= group["still"]:
+                    group["lr"] = 0.0
             optimizer.step()
             optimizer.zero_grad()
         epochs += 1
@@ -736,6 +778,8 @@ def update(run, model, optimizer, episodes, args):
     metrics["episode"] = run.iteration * args.rollout_batch_size
     metrics["loss/total"] = metrics["loss/policy"] + args.vf_coef * metrics["loss/value"]
     metrics |= {"policy/epochs": epochs, "policy/skipped": skipped}
+    if args.value_lr:
+        metrics["optim/value_lr"] = optimizer.param_groups[-1]["lr"]
     # of the last step taken
     return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
 
@@ -760,14 +804,42 @@ def evaluate(run, step, model, tokenizer, data, args):
 # ---- Setup -----------------------------------------------------------------------------------------------------------
 
 
-def make_policy(args, path, lm):
-    """The language model with a new value head, or with the one in the --model directory."""
+def make_policy(args, path, lm, critic_path, tokenizer):
+    """The language model with the critic of --value-model, the value head in the --model directory, or a new one."""
+    if critic_path is not None:
+        return PolicyWithCritic(lm, load_critic(args, critic_path, lm, tokenizer))
     policy = PolicyWithValue(lm, args.value_head, args.value_head_init, args.seed, args.detach_value_trunk)
     with loading("--model", path):
         weights = saved_heads(path, HEAD_FILE, args.revision)
         if weights:
             policy.load_value_head(weights)
     return policy.to(lm.device)
+
+
+def load_critic(args, path, lm, tokenizer):
+    """The classifier of --value-model, its weights frozen or adapters added as in the policy."""
+    kind = "AutoModelForSequenceClassification"
+    critic, its_tokenizer, missing = load_pretrained(kind, args, path, "--value-model", num_labels=1)
+    is_known = its_tokenizer.get_vocab() == tokenizer.get_vocab() and hasattr(critic, "score")
+    if not is_known or missing not in ([], ["score.weight"]) or (missing and critic._hf_peft_config_loaded):
+        raise InputError(f"--value-model {args.value_model} is no decoder, or its vocabulary or weights do not fit")
+    if missing:
+        critic.score.weight.data.zero_()
+    if args.gradient_checkpointing:
+        critic.gradient_checkpointing_enable({"use_reentrant": False})
+    train_adapters(critic.to(lm.device), args, raise_heads(critic))
+    freeze(critic, args.num_layers_unfrozen)
+    if args.num_layers_unfrozen >= 0:
+        critic.score.requires_grad_(True)
+    return critic
+
+
+def export_policy(run, policy, tokenizer, name):
+    """Writes the policy to a directory of the run, with its value head in it or a critic of its own in another one."""
+    if isinstance(policy, PolicyWithValue):
+        return run.export(policy.lm, tokenizer, name, {HEAD_FILE: policy.value_head.state_dict()})
+    run.export(policy.critic, tokenizer, name.replace("hf", "value"))
+    run.export(policy.lm, tokenizer, name)
 
 
 def encode(data, lm, tokenizer, args):
@@ -802,7 +874,7 @@ def load_reward(data, args, lm, tokenizer):
     return data.reward.model
 
 
-def summary(run, data):
+def summary(run, data, policy):
     """What is trained, and on which data: {name: text} for `Run.tell`."""
     args = run.args
     share = args.batch_size // run.accelerator.num_processes
@@ -811,7 +883,10 @@ def summary(run, data):
     if not args.eval_dataset:
         prompts += f"; without --eval-dataset, evaluations take the first {len(data.eval_sets[''][0])}"
     prompts += f"; first: {data.rows[0]['prompt'][:200]!r}"
+    critic = [weight for name, weight in policy.named_parameters() if not name.startswith("lm.")]
+    memory = sum(weight.nbytes * (1 + 3 * weight.requires_grad) for weight in critic) / 1e6
     return {
+        "critic": f"{args.value_model or 'a head on the policy'}: {memory:,.1f} MB with gradients and AdamW's moments",
         "reference": "a model of its own" if args.ref_model else "the model at the start",
         "data": prompts,
         "iterations": f"{args.num_iterations}, each of {args.rollout_batch_size} episodes",
@@ -831,6 +906,7 @@ def main(args):
     # first what the flags name, because a function of the user may start processes, before there is an Accelerator
     path = build(args.model, "--model")  # as given, or the model that a function returns
     ref_path = build(args.ref_model, "--ref-model")
+    critic_path = build(args.value_model, "--value-model")
     data = read_data(args.dataset, args.eval_dataset, reward=args.reward, metric=args.metric, rollout=args.rollout)
     if data.rollout:
         data.rollout = partial(call_rollout, data.rollout, args.rollout)
@@ -842,11 +918,13 @@ def main(args):
     encode(data, lm, tokenizer, args)
     ref = make_reference(args, ref_path, lm, tokenizer)
     reward_model = load_reward(data, args, lm, tokenizer)
-    policy = make_policy(args, path, lm)
-    run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model)
+    policy = make_policy(args, path, lm, critic_path, tokenizer)
+    value_model = getattr(policy, "critic", None)
+    run.check_inputs(data, model=lm, ref_model=ref, reward=reward_model, value_model=value_model)
     optimizer = make_optimizer(policy, args)
+    split_groups(optimizer, lm, args)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
-    export = partial(run.export, lm, tokenizer, heads={HEAD_FILE: policy.value_head.state_dict()})
+    export = partial(export_policy, run, policy, tokenizer)
     lengths = [len(query) for query in data.queries]
     headline = "objective/scores"
     if args.eval_every:
@@ -854,12 +932,12 @@ def main(args):
     # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps;
     # state: the values that checkpoints keep
     state = run.begin(
-        model, optimizer, lm, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,
+        model, optimizer, policy, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,
         kl_coef=args.kl_coef, moments=[0, 0.0, 0.0],  # count, mean and squared deviations of the scores
     )  # fmt: skip
     if args.kl_target is None:
         state.kl_coef = args.kl_coef  # the flag may be another one with --resume
-    run.tell(policy, summary(run, data))
+    run.tell(policy, summary(run, data, policy))
     if run.evaluation_due(run.first_step):
         run.log_evaluation(run.first_step, evaluate(run, run.first_step, model, tokenizer, data, args))
         run.save(run.first_step, export)
@@ -884,7 +962,7 @@ def main(args):
         metrics |= update(run, model, optimizer, episodes, args)
         run.lap("update")
         # 4. beta follows the KL of this iteration (Ziegler Sec. 2.2)
-        if args.kl_target:
+        if args.kl_target and iteration > args.value_warmup:
             state.kl_coef = next_kl_coef(state.kl_coef, metrics["objective/kl"], args.kl_target, args.kl_horizon, size)
         # 5. log, evaluate, save: the line is written first, so that an evaluation which fails costs no iteration
         run.log(run.step, metrics, tokens=sum(episode.length for episode in episodes), episodes=size)

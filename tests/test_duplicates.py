@@ -21,7 +21,7 @@ OWN = {path.name for path in ROOT.iterdir() if path.is_dir()}
 # What each script has of its own under the same name.
 DIFFERENT = set("Args Data main read load encode summary evaluate update".split())
 DIFFERENT |= set("Episode losses minibatches rollout rollout_metrics token_metrics".split())
-OWN_FLAGS = 45  # that stand in one script at most
+OWN_FLAGS = 48  # that stand in one script at most
 
 
 def definitions(path):

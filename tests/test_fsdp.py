@@ -172,9 +172,15 @@ def compare(tmp_path, model, cases, sharded=True):
 @pytest.mark.case(91, "ppo grpo sft reward dpo ilql")
 @pytest.mark.parametrize("names", ["ppo", pytest.param("grpo sft reward dpo ilql", marks=pytest.mark.slow)])
 def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
-    for name, seen in zip(names.split(), compare(tmp_path, gpt2_dir, [(n, {}) for n in names.split()]), strict=True):
+    """Of ppo, also with a critic of its own, whose two blocks are sharded, too."""
+    cases = [(name, {}) for name in names.split()]
+    if names == "ppo":
+        cases.append(("ppo", {"value_model": gpt2_dir, "value_lr": 1e-2, "value_warmup": 1}))
+    for (name, flags), seen in zip(cases, compare(tmp_path, gpt2_dir, cases), strict=True):
         # two blocks and the rest; where the language model is the whole, what is tied and the positions; the score head
         groups = {"ppo": 3, "ilql": 3, "grpo": 4, "sft": 4, "dpo": 4, "reward": 5}[name]
+        if flags:
+            groups += 2
         assert seen["groups"] == groups, name
         micro_batches = 1 if name == "sft" else 2  # its rows are one line
         assert seen["reduces"] == [groups * micro_batches] * (8 if name in ROLLED else 5), name
@@ -242,6 +248,7 @@ def test_whole_weights_reduce_once_a_step(gpt2_dir, tmp_path, flags):
 def test_checkpoints_across_layouts(gpt2_dir, tmp_path, capsys, monkeypatch):
     """Written by two processes that shard and continued by one, and the other way round."""
     cases = [("ppo", {"num_layers_unfrozen": 1}), ("ppo", {}), ("sft", {"lora_r": 3}), ("sft", {}), ("reward", {})]
+    cases.append(("ppo", {"value_model": gpt2_dir, "lora_r": 3}))
     cases += [("dpo", {}), ("dpo", {"num_layers_unfrozen": 1}), ("ilql", {}), ("ilql", {"num_layers_unfrozen": 1})]
     cases += [("grpo", {})]
 

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids
 from test_maths import slow_gae
+from transformers import AutoModelForSequenceClassification
 
 from algos import ppo, sft
 from common import seeding
@@ -126,13 +127,15 @@ def slow_step(model, optimizer, loss, lr, max_grad_norm):
     for weight in model.parameters():
         weight.grad *= min(1.0, max_grad_norm / (norm + 1e-6))
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("share", 1.0)
     optimizer.step()
     return norm
 
 
-def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
-    """All four steps of an iteration, the losses row by row without padding, the formulas written out once more."""
+@pytest.mark.parametrize("value_model", [False, True], ids=["head", "own"])
+def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path, value_model):
+    """All four steps of an iteration, the losses row by row without padding, the formulas written out once more. The
+    critic has a rate of its own, and a head on the policy or a trunk of its own, of which each state is read alone."""
     rollouts = rolled(monkeypatch, ppo)
     minibatches = ppo.minibatches
     before = []
@@ -144,11 +147,17 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
 
     monkeypatch.setattr(ppo, "minibatches", first_weights)
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
-    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", min_length_limit=2, **flags)
+    flags |= {"value_model": gpt2_dir if value_model else None, "value_lr": 2e-3, "min_length_limit": 2}
+    metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
     [(_, episodes)] = rollouts
     assert len({episode.length for episode in episodes}) > 3  # so there is padding
     lm, _ = load_model(from_task(ppo.Args, ppo.TASK, dtype="float64"), gpt2_dir)
     model = ppo.PolicyWithValue(lm, "linear", "normal", seed=1)
+    if value_model:
+        critic = AutoModelForSequenceClassification.from_pretrained(gpt2_dir, dtype=torch.float64, num_labels=1).eval()
+        critic.score.weight.data.zero_()
+        critic.config.pad_token_id = None
+        model = ppo.PolicyWithCritic(lm, critic)
     assert all(torch.equal(weight, before[0][name]) for name, weight in model.state_dict().items())
     advantages = []
     for episode in episodes:
@@ -157,7 +166,10 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
         mask = torch.ones(1, episode.length, dtype=torch.bool)
         advantages += slow_gae(rewards[None], episode.values[None], mask, 1.0, 0.95)
     whole = torch.cat(advantages)
-    optimizer = adamw(model, 0.1, betas=(0.9, 0.95), eps=1e-5)
+    optimizer = adamw(model.lm, 0.1, betas=(0.9, 0.95), eps=1e-5)
+    critic = model.critic if value_model else model.value_head
+    for group in adamw(critic, 0.1).param_groups:
+        optimizer.add_param_group({"params": group["params"], "weight_decay": group["weight_decay"], "share": 0.2})
     parts = []
     for epoch in range(2):
         order = seeding.rng(1, "minibatches", 1, epoch).permutation(10).tolist()
@@ -173,16 +185,19 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path):
                 a = (advantages[b][t] - whole.mean()) / (whole.var(correction=0) + 1e-8) ** 0.5
                 ratio = ((output.logits[0, at] / 0.7).log_softmax(-1)[token] - episode.logprobs[t]).exp()
                 policy_loss = -torch.minimum(a * ratio, a * ratio.clamp(0.8, 1.2))
-                value = model.value_head(output.hidden_states[-1][0, at])[0]
+                if value_model:
+                    value = critic(torch.tensor([(episode.query + episode.response)[: at + 1]])).logits[0, 0]
+                else:
+                    value = critic(output.hidden_states[-1][0, at])[0]
                 old = episode.values[t]
                 near = torch.minimum(torch.maximum(value, old - 0.05), old + 0.05)
                 value_loss = torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
                 losses.append(policy_loss + 0.7 * value_loss)
         norm = slow_step(model, optimizer, torch.stack(losses).mean(), lr, 0.3)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
-    after = weights(run_dir)
+    after = weights(run_dir) | {f"critic.{name[6:]}": w for name, w in helpers.weights(run_dir / "value_model").items()}
     for name, weight in model.named_parameters():
-        if not name.startswith("value_head"):
+        if name.startswith("lm."):
             name = "model." + name.removeprefix("lm.")
         torch.testing.assert_close(after[name], weight.detach(), rtol=1e-7, atol=1e-8)
 

@@ -106,6 +106,7 @@ CASES = {
         "score_scaling": "running-norm", "score_clip": 1.5, "whiten_rewards": True, "missing_eos_penalty": 0.3,
         "early_stop_kl": 0.01, "ratio_threshold": 1.01,
     },
+    "ppo-critic": PPO | {"reward": "vowels", "value_model": "gpt2", "value_lr": 1e-3, "value_warmup": 1},
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
         "num_layers_unfrozen": 1, "rollout": "tool", "loss_mean": "token", "cliprange_high": 0.28,

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, at, flags, lines
-from helpers import log, recorded, rolled, same_run, samples, weights
+from harness import ROOT, lines
+from helpers import log, recorded, rolled, samples, weights
 
 from algos import grpo
 from common.cli import parse
 
 TEXT = (ROOT / "algos/README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
-ENTROPY, VALUE_LR, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS, ENGINE = DIFFS
+ENTROPY, GROUP_ENTROPY, TARGET, POLICY, NOISE, TRUNCATED, GROUPS, ENGINE = DIFFS
 BLOCK = "transformer.h.0.mlp.c_fc.weight"
 
 
@@ -74,24 +74,6 @@ def test_an_entropy_bonus_changes_the_loss(load, run):
     bonus, _ = run(load(ENTROPY), reward=lengths, **PPO)
     gap = plain["loss/policy"] - bonus["loss/policy"]
     assert gap == pytest.approx(0.01 * bonus["policy/entropy"], rel=0.5), "the bonus is 0.01 nats a nat"
-
-
-def test_the_value_head_has_a_rate_of_its_own(scripts, work, tmp_path):
-    """Too small a rate to move it. It follows the schedule, also in a run that was killed and goes on."""
-    path = tmp_path / "ppo.py"
-    path.write_text(changed(VALUE_LR))
-    argv = [path, *flags(work, "ppo"), "--value-lr", "1e-12", "--run-dir"]
-    for folder, killed, code in (("whole", 0, 0), ("run", 4, -9), ("run", 0, 0)):
-        scripts.run([*argv, tmp_path / folder], work, code, at("common.run", "Run.stop_requested", killed))
-    records = [record for record in log(tmp_path / "whole") if "optim/lr" in record]
-    assert len({record["optim/lr"] for record in records}) == 6
-    for record in records:
-        assert record["optim/value_lr"] == pytest.approx(1e-10 * record["optim/lr"], rel=1e-9, abs=0)
-    same_run(tmp_path / "run", tmp_path / "whole", 1e-12)
-    start, *_, end = map(weights, sorted((tmp_path / "whole/checkpoints").iterdir()))
-    for name, weight in start.items():
-        if name.startswith("model."):
-            assert torch.equal(weight, end[name]) == ("value_head" in name), name
 
 
 ILQL = {"dataset": [{"prompt": "b", "completion": "cde" * n, "reward": float(n)} for n in (1, 2, 3)], "metric": metric}

@@ -8,9 +8,9 @@ from benchmarks import size
 LIMITS = {
     "common/": 3947,
     "common/, code": 2901,
-    "algos/": 4900,
-    "ppo.py in one file": 4487,
-    "tests/": 15681,
+    "algos/": 4978,
+    "ppo.py in one file": 4562,
+    "tests/": 15796,
     "benchmarks/, with .sh": 6856,
 }
 

@@ -2,12 +2,14 @@
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import math
 import os
 import re
 import signal
 import sys
+import traceback
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ embedded task with that task's settings. --config FILE reads flags from a YAML f
 
 def cli(args_class, main, task=None):
     """Parses sys.argv into args_class and calls main with it. task: see `parse`."""
+    sys.excepthook = show_error
     try:
         refuse_repeated(sys.argv[1:])
         args = parse(sys.argv[1:], args_class, task)
@@ -41,6 +44,11 @@ def cli(args_class, main, task=None):
         text = "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
         print(visible_lines(text), file=sys.stderr)
         sys.exit(2)
+
+
+def show_error(*raised):
+    """A traceback as Python's, with what a model has written in the text of an exception written out."""
+    print(visible_lines("".join(traceback.format_exception(*raised)).rstrip()), file=sys.stderr)
 
 
 def refuse_repeated(words, source=""):
@@ -62,7 +70,7 @@ def parse(argv, args_class, task=None):
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     for path in reversed([task] if takes_task else files.config):
         words = read_config(path, args_class, skips_unknown=takes_task) + words
-    stop_if(foreign_names(words, args_class, Path(task or "").stem))
+    stop_if([*foreign_names(words, args_class, Path(task or "").stem), *values_of_switches(words, args_class)])
     fields = args_class.__dataclass_fields__
     # help begins with what must be given and what stands in the script
     in_order = dict.fromkeys([*args_class.required, *args_class.__annotations__, *fields])
@@ -122,8 +130,22 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    unknown = given - {flag_of(field.name) for field in dataclasses.fields(args_class)}
-    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(unknown & said.keys())]
+    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    sentences = []
+    for flag in sorted(given - known):  # tyro knows what is like a flag of ours
+        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
+            whose = "" if near == flag else f" of {near}"
+            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
+    return sentences
+
+
+def values_of_switches(words, args_class):
+    """A sentence for each flag that is on or off and has a value behind it, as in `--check true`."""
+    switches = {flag_of(field.name) for field in dataclasses.fields(args_class) if field.type is bool}
+    pairs = re.findall(r"(--[\w-]+)[= ](\w+)", " ".join(words))
+    given = [flag_of(flag[2:]) for flag, value in pairs if value.lower() in yaml.SafeLoader.bool_values]
+    given = [flag.replace("--no-", "--") for flag in given]
+    return [f"{flag} takes no value: give {flag} or --no-{flag[2:]}" for flag in given if flag in switches]
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------
@@ -172,8 +194,9 @@ class RunArgs:
     """Rows with a prompt, which is a text or a chat (the reward gets the other columns): a
     .jsonl/.json/.csv/.parquet/.txt file, a hub id:split, or file.py:function; from Python, a list."""
     eval_dataset: str | None = None
-    """Evaluation rows, in the formats of --dataset. Several sets: separated by commas, or a mapping from names to rows.
-    Default: none; in scripts with --reward, the first --rollout-batch-size rows of --dataset."""
+    """Evaluation rows, in the formats of --dataset, or a share of its rows to hold out, such as 0.05. Several sets:
+    separated by commas, or a mapping from names to rows. Default: none; in scripts with --reward, the first
+    --rollout-batch-size rows of --dataset."""
     model: str | None = None
     """Hub id, directory, or file.py:function that returns a model; from Python, also the object."""
     revision: str | None = None

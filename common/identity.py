@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import inspect
@@ -19,6 +20,7 @@ import torch
 
 from common.errors import InputError, flag_of
 from common.functions import ROOT, adapter_base, spec_path
+from common.report import screen
 
 PLAIN = bool | int | float | str
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -161,8 +163,14 @@ def plain(value):
     if isinstance(value, set | frozenset):
         return sorted(map(repr, map(plain, value)))
     if not isinstance(value, PLAIN) and " at 0x" in repr(value):
+        tell_type_alone(type(value).__name__)
         return type(value).__name__
     return value
+
+
+@functools.cache  # once for each type
+def tell_type_alone(name):
+    screen.say(f"warning: rows hold objects of type {name}: a run that continues cannot tell whether they have changed")
 
 
 def environment(accelerator):

@@ -16,6 +16,7 @@ import fsspec
 from common.errors import InputError
 from common.functions import accepted, build, call_metric, call_reward, load_function, spec_path
 from common.report import screen, visible
+from common.seeding import rng
 
 # Keyword arguments besides the rows' other columns, of reward and metric functions, and of rollout functions.
 TEXT_ARGUMENTS = ("samples", "prompts", "outputs", "output_ids", "tokenizer")
@@ -41,7 +42,10 @@ def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None
     metric_function = load_function(metric, "--metric")
     rollout_function = load_function(rollout, "--rollout")
     rows = load_rows(dataset, "--dataset")
-    eval_sets = load_sets(eval_dataset)
+    if re.fullmatch(r"0?\.\d+", str(eval_dataset)):
+        rows, eval_sets = hold_out(rows, float(eval_dataset))
+    else:
+        eval_sets = load_sets(eval_dataset)
     sets = [*eval_sets.values()]
     prompts = []
     if eval_prompts is not None:
@@ -193,6 +197,17 @@ def load_sets(spec):
     if not isinstance(sets, dict):
         sets = {"": sets}
     return {name: load_rows(data, set_flag(name)) for name, data in sets.items()}
+
+
+def hold_out(rows, share):
+    """(rows, evaluation sets): a share of the rows becomes a set, drawn by one key, so the same in runs of any seed."""
+    count = round(share * len(rows))
+    if not 0 < count < len(rows):
+        raise InputError(f"--eval-dataset {share}: that is {count} of the {len(rows)} rows of --dataset")
+    drawn = rng(0, "held out").permutation(len(rows)) < count
+    screen.say(f"--eval-dataset {share}: {count} of the {len(rows)} rows of --dataset are held out")
+    parts = [list(itertools.compress(rows, chosen)) for chosen in (~drawn, drawn)]
+    return parts[0], {"": parts[1]}
 
 
 def set_prefix(name):

@@ -135,6 +135,8 @@ class Run:
             same = old.get("hash") == self.identity["hash"]
             if old and not (same or self._has(given)) and identity.has_results(self.dir):
                 hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
+                if old.get("finished"):
+                    hint += " (it has ended: with more steps or episodes)"
                 lines = "\n  ".join(identity.differences(old, self.identity))
                 raise InputError(f"{self.path} holds a run with another configuration: {hint}\n  {lines}")
             if same and old.get("finished") and (self.dir / "hf_model").exists():
@@ -181,11 +183,24 @@ class Run:
             raise InputError(f"{folder} is in use by process {self.lock.read()}: stop that one first") from None
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
+        if self.made and not self.args.run_dir:
+            self._tell_similar(first.parent)
         self.lock.truncate()
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
         self.path = folder
         self.dir = folder.absolute()
+
+    def _tell_similar(self, folder):
+        """Names the newest run in a folder that has the same flags but other files: this one does not continue it."""
+        found = []
+        for path in folder.glob(f"{self.identity['algo']}-*"):
+            old = identity.read_identity(path)
+            if old.get("flags") == self.identity["flags"] and old["hash"] != self.identity["hash"]:
+                found.append(((path / "env.json").stat().st_mtime, path, old))
+        for _, path, old in sorted(found)[-1:]:
+            lines = identity.differences(old, self.identity)
+            self.say("\n  ".join([f"a new run: {path} has the same flags, but not the same files:", *lines]))
 
     def check_inputs(self, data, **models):
         """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}). Raises an

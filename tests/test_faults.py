@@ -517,6 +517,8 @@ def test_a_finished_run_says_where_it_is(algo, run, whole, tmp_path):
     process = run(algo)
     assert "run is finished" in process.out and "run/hf_model" in process.out
     assert process.err == "" and files(folder) == before
+    again = run(algo, "--seed", "7", expect=2)
+    assert "by --resume run (it has ended: with more steps or episodes)\n" in again.err and files(folder) == before
 
 
 @pytest.mark.case(13)

@@ -449,6 +449,8 @@ ELSEWHERE = [  # script, a word, what is said of it
     ("sft", "--optim", f"{SAYS} gone. AdamW; for another optimizer change one line in a copy"),
     ("sft", "--init-kl-coef", f"{SAYS} ppo.py has `--kl-coef`"),
     ("grpo", "--beta", f"{SAYS} `--kl-coef`"),
+    ("sft", "--leraning-rate", "algos/MIGRATION.md says of --learning-rate: `--lr`"),
+    ("dpo", "--lr-scheduler-typ=1", "algos/MIGRATION.md says of --lr-scheduler-type: `--lr-schedule`"),
 ]
 
 
@@ -457,6 +459,17 @@ def test_a_name_from_elsewhere_is_told(algo, word, sentence):
     flag = word.partition("=")[0].replace("_", "-")
     with pytest.raises(InputError, match=f"^there is no {flag} here; {sentence}"):
         parse(["--lr", "1", word], SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
+
+
+SWITCHES = ["--check true", "--gradient_checkpointing=True", "--no-packing off", "--packing on --lr 1"]
+
+
+@pytest.mark.parametrize("words", SWITCHES)
+def test_a_switch_takes_no_value(words):
+    flag = re.match("--(no-)?([a-z_]+)", words)[2].replace("_", "-")
+    with pytest.raises(InputError, match=f"^--{flag} takes no value: give --{flag} or --no-{flag}$"):
+        parse(words.split(), sft.Args)
+    parse("--model m --dataset d --check --metric true --mixed-precision no".split(), sft.Args)
 
 
 # ---- Help ------------------------------------------------------------------------------------------------------------

@@ -430,10 +430,12 @@ def test_what_a_function_writes_where_its_option_says_is_no_part_of_the_run(tmp_
     assert files_of_flag("cache") == [Path("cache/a.json"), Path("cache/more/b.json")]
 
 
-def test_digests_tell_values_of_any_type_apart():
+def test_digests_tell_values_of_any_type_apart(capsys):
     values = [1, 1.0, True, "1", b"1", np.int64(2), np.float32(2), np.arange(2000), np.arange(2000) * 2, {1, 2}, {1, 3}]
     values += [decimal.Decimal("0.1"), datetime.date(2020, 1, 2), datetime.date(2020, 1, 3), {(1, 2): 3}, {(1, 3): 3}]
     values += [Path("a"), Path("b"), None, [None], {"a": {"b": np.ones(3)}}, {"a": {"b": np.zeros(3)}}]
     assert len({digest([{"x": value}]) for value in values}) == len(values)
     assert digest([{"x": np.arange(3)}]) == digest([{"x": [0, 1, 2]}])
-    assert digest([{"x": object()}]) == digest([{"x": object()}])  # only their type is known
+    capsys.readouterr()
+    assert digest([{"x": object()}]) == digest([{"x": object()}])  # only their type is known, which is said once
+    assert capsys.readouterr().out.count("rows hold objects of type object: ") == 1

@@ -655,5 +655,8 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, letters, build_model, t
         return generate(model, input_ids, **options)
 
     monkeypatch.setattr(GenerationMixin, "generate", watched)
-    exec(usage.format(folder=str(tmp_path), prompt=prompt, max_new_tokens=3), {})
-    assert seen[0].tolist() == [ids]
+    code = usage.format(folder=str(tmp_path), prompt=prompt, max_new_tokens=3)
+    exec(code.replace("# model", "model").replace("your question", "bc"), {})
+    assert [found.tolist() for found in seen] == [[ids], [ids]]  # the second from messages
+    _, (plain,) = encode_prompts([{"prompt": "bc"}], letters, 3, 32, "--dataset")
+    assert "messages" not in load.lines_of_use(lm, letters, plain)[1]

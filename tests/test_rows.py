@@ -28,7 +28,7 @@ from common.functions import load_function
 from common.lm.chat import chat_text, pair_texts, tell_header
 from common.lm.classifier import classifier_ids
 from common.lm.tokens import encode_prompts, int32
-from common.rows import load_rows, load_sets, read_rows
+from common.rows import load_rows, load_sets, read_data, read_rows
 
 BOTH = ["$A", "<bos> $A <eos>"]  # what a tokenizer adds to every text
 AB = user("ab")
@@ -940,6 +940,22 @@ def test_evaluation_sets(tmp_path, monkeypatch):
         load_sets("easy.jsonl,./easy.jsonl")
     with refused(r"--eval-dataset x row 2 and row 1 differ in their columns: text, x \(null: an empty cell\)$"):
         load_sets({"y": EASY, "x": [*EASY, {"x": 1}]})
+
+
+def test_a_share_of_the_rows_is_held_out(capsys):
+    """Other rows by their place, the same ones for every seed; all keep their order."""
+    rows = [{"text": letter} for letter in "abcdefghijklmnopqrstu"]
+    data = read_data(rows, "0.15")
+    held_out = data.eval_sets[""]
+    assert len(held_out) == 3 and sorted([*data.rows, *held_out], key=rows.index) == rows
+    for part in (data.rows, held_out):
+        assert part == sorted(part, key=rows.index)
+    assert held_out != rows[-3:] and read_data(rows, 0.15).eval_sets[""] == held_out
+    assert "--eval-dataset 0.15: 3 of the 21 rows of --dataset are held out\n" in capsys.readouterr().out
+    assert [row["text"] for row in held_out] == ["f", "k", "l"]
+    for share, count in (("0.01", 0), ("0.99", 21)):
+        with refused(f"--eval-dataset {share}: that is {count} of the 21 rows of --dataset"):
+            read_data(rows, share)
 
 
 def test_options_of_functions_are_as_typed(tmp_path):

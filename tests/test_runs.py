@@ -26,6 +26,18 @@ def test_the_default_directory_is_named_by_what_decides_the_result(scripts, work
     assert re.fullmatch(r"ppo-[0-9a-f]{8}", run.name) and f"runs/{run.name} is finished" in process.out
 
 
+def test_a_new_run_names_the_one_with_the_same_flags_and_other_files(scripts, work, tmp_path):
+    """As after an edit, or where the file that an option names is one that the reward writes."""
+    short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
+    reward = ["--reward", f"{work}/user.py:reward:log=log.txt"]
+    argv = [ROOT / "algos/ppo.py", *once([*flags(work, "ppo"), *short, *reward])]
+    assert "a new run" not in scripts.run(argv, tmp_path).out
+    (tmp_path / "log.txt").touch()
+    [run] = (tmp_path / "runs").iterdir()
+    said = f"a new run: runs/{run.name} has the same flags, but not the same files:\n"
+    assert f"{said}  the file of --reward has changed\n" in scripts.run(argv, tmp_path).out
+
+
 def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work, ended, tmp_path):
     """The directory `a` holds a finished run of another seed; step 12 of run `b` is to be continued there."""
     ended("ppo", tmp_path / "b")

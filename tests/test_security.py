@@ -168,6 +168,16 @@ cli(Args, main)
 """
 
 
+@pytest.mark.parametrize(("kind", "code"), [("ValueError", 1), ("KeyError", 1), ("InputError", 2)])
+def test_escapes_in_the_text_of_an_exception_are_written_out(kind, code):
+    """As of a reward that raises with the response in its sentence; the traceback stays in its lines."""
+    done = subprocess.run([sys.executable, "-c", RAISES, kind], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and done.stdout == ""
+    assert all(line.isprintable() for line in done.stderr.splitlines())
+    assert "\\x1b]0;title\\x07" in done.stderr and done.stderr.endswith("a note\n\\x9b31m\n")
+    assert ("Traceback (most recent call last):\n" in done.stderr) == (code == 1)
+
+
 def test_files_are_utf_8_in_every_locale(gpt2_dir, tmp_path):
     """Python names each place that would ask the locale. The first one of a run that continues ends it here."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "common").rglob("*.py")]

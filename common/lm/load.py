@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -195,6 +196,9 @@ SEQ2SEQ_USAGE = """from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 tokenizer, model = AutoTokenizer.from_pretrained({folder!r}), AutoModelForSeq2SeqLM.from_pretrained({folder!r})
 ids = model.generate(**tokenizer({prompt!r}, OPTIONSreturn_tensors='pt'), max_new_tokens={max_new_tokens})
 print(tokenizer.decode(ids[0], skip_special_tokens=True))"""
+CHAT_USAGE = """
+# with messages, which the chat template writes:
+# model([{{'role': 'user', 'content': 'your question'}}], ENDSmax_new_tokens={max_new_tokens})"""
 
 
 def lines_of_use(lm, tokenizer, ids):
@@ -202,9 +206,16 @@ def lines_of_use(lm, tokenizer, ids):
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
     prompt = tokenizer.decode(ids, skip_special_tokens=True)
     options = ""
+    ends = ""
     if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
         prompt = tokenizer.decode(ids)
         options = "add_special_tokens=False, "
     if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
-        options += f"eos_token_id={tokenizer.ends}, "
-    return prompt, usage.replace("OPTIONS", options)
+        ends = f"eos_token_id={tokenizer.ends}, "
+    with suppress(Exception):  # without a template an error, and templates raise what they like
+        question = [{"role": "user", "content": "?"}]
+        asked = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        _, _, begin = asked.rpartition("?")
+        if usage is USAGE and begin and prompt.endswith(begin):
+            usage += CHAT_USAGE
+    return prompt, usage.replace("OPTIONS", options + ends).replace("ENDS", ends)

@@ -70,7 +70,7 @@ def parse(argv, args_class, task=None):
     takes_task = task and flags.isdisjoint(("--model", "--dataset", "--config")) and (ROOT / task).exists()
     for path in reversed([task] if takes_task else files.config):
         words = read_config(path, args_class, skips_unknown=takes_task) + words
-    stop_if([*foreign_names(words, args_class, Path(task or "").stem), *values_of_switches(words, args_class)])
+    stop_if(foreign_words(words, args_class, Path(task or "").stem))
     fields = args_class.__dataclass_fields__
     # help begins with what must be given and what stands in the script
     in_order = dict.fromkeys([*args_class.required, *args_class.__annotations__, *fields])
@@ -118,8 +118,9 @@ def read_config(path, args_class, skips_unknown=False):
     return words
 
 
-def foreign_names(words, args_class, script):
-    """A sentence for each flag that only a row of algos/MIGRATION.md knows; the script's own section comes first."""
+def foreign_words(words, args_class, script):
+    """A sentence for each flag that only a row of algos/MIGRATION.md knows, of the script's own section if it is there,
+    and for each flag that is on or off and has a value, as in `--check true`."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
@@ -130,22 +131,17 @@ def foreign_names(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    known = {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
     sentences = []
-    for flag in sorted(given - known):  # tyro knows what is like a flag of ours
-        for near in difflib.get_close_matches(flag, said.keys() - known, n=1, cutoff=0.85):
+    for flag in sorted(given - types.keys()):  # tyro knows what is like a flag of ours
+        for near in difflib.get_close_matches(flag, said.keys() - types.keys(), n=1, cutoff=0.85):
             whose = "" if near == flag else f" of {near}"
             sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
+    for flag, value in re.findall(r"--(?:no[-_])?([\w-]+)[= ](\w+)", " ".join(words)):
+        name = flag_of(flag)
+        if types.get(name) is bool and value.lower() in yaml.SafeLoader.bool_values:
+            sentences.append(f"{name} takes no value: give {name} or --no-{name[2:]}")
     return sentences
-
-
-def values_of_switches(words, args_class):
-    """A sentence for each flag that is on or off and has a value behind it, as in `--check true`."""
-    switches = {flag_of(field.name) for field in dataclasses.fields(args_class) if field.type is bool}
-    pairs = re.findall(r"(--[\w-]+)[= ](\w+)", " ".join(words))
-    given = [flag_of(flag[2:]) for flag, value in pairs if value.lower() in yaml.SafeLoader.bool_values]
-    given = [flag.replace("--no-", "--") for flag in given]
-    return [f"{flag} takes no value: give {flag} or --no-{flag[2:]}" for flag in given if flag in switches]
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------

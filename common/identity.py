@@ -1,7 +1,6 @@
 """Which run is which: what decides its result, by which the same command finds its run again."""
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -152,8 +151,6 @@ def plain(value):
     """What tells a value from others by its repr. Of an object whose repr has its place in memory, the type counts."""
     if isinstance(value, array):
         return hashlib.sha256(value).hexdigest()
-    if dataclasses.is_dataclass(value):
-        value = vars(value)
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):

@@ -1,12 +1,11 @@
 """How a run uses the machine: processes, precision, threads, kernels and memory."""
 
-import contextlib
 import ctypes
 import math
 import os
 import resource
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,7 +39,11 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     accelerator = Accelerator(cpu=not gpu, mixed_precision=mixed_precision, kwargs_handlers=handlers)
     keep_freed_memory()
     if accelerator.device.type == "cuda":
-        choose_attention(deterministic)
+        # cuDNN's attention prepares each new shape (pytorch/pytorch#155958): most of the host's time in a profile on an
+        # H200. The backward pass of the other fused kernels adds up in any order: --deterministic takes the plain one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_flash_sdp(not deterministic)
+        torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     else:
         choose_products()
     accelerator.gradient_accumulation_steps = 1  # whatever the launcher says: the loops accumulate
@@ -57,15 +60,6 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
             policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     return accelerator
-
-
-def choose_attention(deterministic):
-    """Chooses kernels of torch's attention on a GPU. cuDNN's prepares each new shape (pytorch/pytorch#155958), which
-    was most of the host's time in a profile on an H200. The backward pass of the other fused ones adds up in any order:
-    --deterministic takes the plain one."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(not deterministic)
-    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
 
 
 def is_sharded(accelerator):
@@ -90,14 +84,14 @@ def prepare(accelerator, model, optimizer, *frozen):
     return model
 
 
-@contextlib.contextmanager
+@contextmanager
 def unsharded(model):
     """Inside, weights sharded by FSDP2 are gathered once and not for every token. Afterwards all of them are shards
     again, while forward passes alone would leave some gathered, and in bfloat16."""
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the whole model first
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for module in sharded:
             state = module._get_fsdp_state()
             state._lazy_init()  # otherwise the first block called would take itself for the whole model

@@ -62,10 +62,9 @@ def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None
     for members in [prompts] if prompts else sets or [rows]:
         if metric_function and not rollout_function:
             accepted(metric_function, metric, members[0], given)
-    found = SimpleNamespace(rows=rows, eval_sets=eval_sets, prompts=prompts)
+    found = SimpleNamespace(rows=rows, eval_sets=eval_sets, prompts=prompts, rollout=rollout_function)
     found.reward = reward_function and partial(call_reward, reward_function, reward)
     found.metric = metric_function and partial(call_metric, metric_function, metric)
-    found.rollout = rollout_function
     return found
 
 

@@ -68,17 +68,19 @@ def test_processes_have_equal_parts_of_a_batch(monkeypatch):
         launch.launch(batch_size=6, **given)
 
 
-def test_attention_of_a_gpu():
+def test_attention_of_a_gpu(monkeypatch):
     """Never cuDNN's; with --deterministic the plain one, as a CPU shows, which looks at the same switches."""
+    gpu = {"device": torch.device("cuda"), "num_processes": 1, "mixed_precision": "no", "distributed_type": "NO"}
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: SimpleNamespace(**gpu))
     states = torch.ones(3, 5, 7, 11)
     switches = torch.backends.cuda
     before = switches.cudnn_sdp_enabled()
     try:
-        launch.choose_attention(deterministic=True)
+        launch.launch("no", "float32", 8, deterministic=True)
         assert torch._fused_sdp_choice(states, states, states) == SDPBackend.MATH.value
         assert not switches.cudnn_sdp_enabled() and not switches.mem_efficient_sdp_enabled()
     finally:
-        launch.choose_attention(deterministic=False)
+        launch.launch("no", "float32", 8, deterministic=False)
         assert torch._fused_sdp_choice(states, states, states) == SDPBackend.FLASH_ATTENTION.value
         assert not switches.cudnn_sdp_enabled() and switches.mem_efficient_sdp_enabled()
         switches.enable_cudnn_sdp(before)

@@ -205,8 +205,7 @@ def hold_out(rows, share):
         raise InputError(f"--eval-dataset {share}: that is {count} of the {len(rows)} rows of --dataset")
     drawn = rng(0, "held out").permutation(len(rows)) < count
     screen.say(f"--eval-dataset {share}: {count} of the {len(rows)} rows of --dataset are held out")
-    parts = [list(itertools.compress(rows, chosen)) for chosen in (~drawn, drawn)]
-    return parts[0], {"": parts[1]}
+    return [*itertools.compress(rows, ~drawn)], {"": [*itertools.compress(rows, drawn)]}
 
 
 def set_prefix(name):

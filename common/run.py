@@ -192,15 +192,12 @@ class Run:
         self.dir = folder.absolute()
 
     def _tell_similar(self, folder):
-        """Names the newest run in a folder that has the same flags but other files: this one does not continue it."""
-        found = []
-        for path in folder.glob(f"{self.identity['algo']}-*"):
-            old = identity.read_identity(path)
-            if old.get("flags") == self.identity["flags"] and old["hash"] != self.identity["hash"]:
-                found.append(((path / "env.json").stat().st_mtime, path, old))
-        for _, path, old in sorted(found)[-1:]:
+        """Names the newest run in a folder if it has the same flags, but other files: this one does not continue it."""
+        env = max(folder.glob(f"{self.identity['algo']}-*/env.json"), key=os.path.getmtime, default=folder)
+        old = identity.read_identity(env.parent)
+        if old.get("flags") == self.identity["flags"]:
             lines = identity.differences(old, self.identity)
-            self.say("\n  ".join([f"a new run: {path} has the same flags, but not the same files:", *lines]))
+            self.say("\n  ".join([f"a new run: {env.parent} has the same flags, but not the same files:", *lines]))
 
     def check_inputs(self, data, **models):
         """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}). Raises an

@@ -3,7 +3,6 @@
 import copy
 import functools
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -210,12 +209,8 @@ def lines_of_use(lm, tokenizer, ids):
     if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
         prompt = tokenizer.decode(ids)
         options = "add_special_tokens=False, "
+        if usage is USAGE and getattr(tokenizer, "chat_template", None):
+            usage += CHAT_USAGE
     if lm._hf_peft_config_loaded:  # transformers takes the ends of its base
         ends = f"eos_token_id={tokenizer.ends}, "
-    with suppress(Exception):  # without a template an error, and templates raise what they like
-        question = [{"role": "user", "content": "?"}]
-        asked = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        _, _, begin = asked.rpartition("?")
-        if usage is USAGE and begin and prompt.endswith(begin):
-            usage += CHAT_USAGE
     return prompt, usage.replace("OPTIONS", options + ends).replace("ENDS", ends)

@@ -210,7 +210,7 @@ class RunArgs:
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Modules to adapt, by the last part of the name; all-linear: all linear layers except the output layer or head."""
     run_dir: str | None = None
-    """Directory of the run; default: runs/<algo>-<hash of everything that decides the result>."""
+    """Directory of the run; default: runs/<algo>-<hash of flags, code and named files>."""
     resume: str = "auto"
     """auto: continue the run if it exists; never: repeat it in a new directory; or the path of a run or checkpoint."""
     seed: int = 1

@@ -165,9 +165,9 @@ def call_function(function, name, rows, given):
     """What a user's function returns for what it takes of `given` and of the rows' columns; all lists are copies."""
     known = {column: [row[column] for row in rows] for column in rows[0]} | given
     values = {argument: known[argument] for argument in accepted(function, name, rows[0], given)}
-    values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
     process = os.getpid()
     try:
+        values |= {key: copy.deepcopy(value) for key, value in values.items() if isinstance(value, list)}
         with torch.enable_grad():  # for one that trains something of its own
             result = function(**values)
         if inspect.iscoroutine(result):

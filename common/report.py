@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 LONGEST_CELL = 200  # characters of a sample in a table
-WIDEST = 4000  # characters of a line of a table in markdown, so that rows are lines and no cell is cut
 
 
 class Screen:
@@ -159,6 +158,7 @@ def draw_curves(records, names, title, path):
             for name in metrics:
                 axes.plot(*zip(*points(records, name), strict=True), label=visible(name), marker=".", linewidth=1)
             axes.grid(alpha=0.3)
+            axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)  # of steps
             axes.legend(fontsize=8)
         figure.supxlabel("optimizer step")
         figure.savefig(path, dpi=100)
@@ -177,7 +177,7 @@ def model_card(env, names, records, samples, usage):
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     parts = [f"# {title}", "\n".join(numbers[:5]), "![learning curve](curve.png)"]
     if newest:  # indented, so that nothing in them is markup
-        parts += ["## Samples", textwrap.indent(table_of([*newest.values()][:3], width=WIDEST), "    ")]
+        parts += ["## Samples", textwrap.indent(table_of([*newest.values()][:3], width=116), "    ")]
     parts += ["## Use", f"```python\n{usage}\n```", "## Command", f"```\n{env['command']}\n```"]
     parts.append(f"Commit {env['commit']}; {versions}; {env['device']}.")
     return visible_lines("\n\n".join(filter(None, parts))) + "\n"

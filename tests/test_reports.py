@@ -563,6 +563,7 @@ def drawn(monkeypatch, tmp_path):
 
     def draw(records, names, title="run: model"):
         draw_curves(records, names, title, tmp_path / "curve.png")
+        assert all(float(tick).is_integer() for x in figures[-1].axes for tick in x.get_xticks())
         panels = {x.get_ylabel(): {line.get_label(): line for line in x.get_lines()} for x in figures[-1].axes}
         return figures[-1].get_suptitle(), panels
 
@@ -602,11 +603,12 @@ CARD = """# my/model trained by ppo.py on length
 def test_a_card(monkeypatch):
     names = ["eval/reward", *IN_STATUS, "eval/reward", "optim/lr"]
     newest = [SAMPLES[11], *SAMPLES[12:14]]  # one of each prompt
-    table = textwrap.indent(report.table_of(newest, width=report.WIDEST), "    ")
+    table = textwrap.indent(report.table_of(newest, width=116), "    ")
     card = report.model_card(ENV, names, PPO, SAMPLES, usage="print(1)")
     parts = CARD, f"## Samples\n\n{table}\n", "## Use\n\n```python\nprint(1)\n```\n"
     parts += ("## Command\n\n```\npython algos/ppo.py --lr 1e-5\n```\n",)
     assert card == "\n".join([*parts, "Commit abc; python 3.11.7, torch 2.11.0; a CPU.\n"])
+    assert max(map(len, card.splitlines())) <= 120
     one = report.model_card(ENV, names, PPO[1:2], [], usage="print(1)")
     assert "## Samples" not in one and "eval/reward" not in one  # which were not evaluated
     report.model_card(ENV, names, [], [], usage="print(1)")
@@ -621,7 +623,7 @@ NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x
 
 def test_samples_and_names_of_columns_are_no_markup():
     """What a model writes is shown as it is, but for the middle of long texts; control characters are written out."""
-    text = report.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=report.WIDEST)
+    text = report.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=116)
     assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
     cells = [report.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
     assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]

@@ -918,16 +918,6 @@ def test_what_stands_in_a_file_is_what_is_read(tmp_path):
     assert found == [1e-3, True, None, "good Day", [1, 2.5], "nan"]
 
 
-def test_media_of_parquet_are_not_opened(tmp_path, monkeypatch):
-    """A column of images may name files of this machine, or addresses."""
-    images = [{"bytes": None, "path": "/etc/passwd"}, {"bytes": None, "path": "http://127.0.0.1:9/x.png"}]
-    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "image": images}, features=features)
-    pq.write_table(table.data.table, tmp_path / "a.parquet")
-    monkeypatch.setattr(datasets.Image, "decode_example", lambda *args, **options: 1 / 0)
-    assert [row["image"] for row in load_rows(str(tmp_path / "a.parquet"), "--dataset")] == images
-
-
 def test_evaluation_sets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("easy.jsonl", EASY)

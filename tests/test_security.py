@@ -146,6 +146,18 @@ def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
     assert all(path.resolve().is_relative_to(tmp_path) for path in tmp_path.rglob("*"))
 
 
+def test_no_file_is_written_through_a_link(gpt2_dir, tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.write_text("keep")
+    for name in (".lock", ".tmp-env.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(foreign)
+    with pytest.raises(InputError, match="--run-dir .* cannot be written"):
+        run(sft, gpt2_dir, tmp_path / ".lock")
+    run(sft, gpt2_dir, tmp_path / ".tmp-env.json")
+    assert foreign.read_text() == "keep" and (tmp_path / ".tmp-env.json/env.json").exists()
+
+
 RAISES = """import sys
 from common.cli import cli
 from common.errors import InputError

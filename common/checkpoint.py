@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from common.errors import InputError
-from common.identity import PLAIN
 
-FORMAT = 4  # of checkpoints
+FORMAT = 5  # of checkpoints
 
 
 def tied_weights(model):
@@ -33,19 +32,9 @@ def frozen_weights(model):
     return total, set(map(id, weights))
 
 
-def settings_of(optimizer):
-    """The plain values of each parameter group of an optimizer, but for the learning rate."""
-    groups = []
-    for group in optimizer.param_groups:
-        groups.append({name: value for name, value in group.items() if name != "lr" and isinstance(value, PLAIN)})
-    return groups
-
-
-def pack_state(model, optimizer, frozen, settings, **state):
+def pack_state(model, optimizer, frozen, **state):
     """(files, state) of a checkpoint, with tied weights once. Collective: rank 0 gets the tensors. frozen: the
-    `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are not.
-    settings: `settings_of` the optimizer before its first step. What has changed there, such as a count of steps, is
-    stored; the rest comes from flags."""
+    `frozen_weights` of --model, which are left out; other weights without gradient (target networks) are not."""
     from torch.distributed.checkpoint import state_dict as dcp
 
     frozen_sum, frozen_ids = frozen
@@ -62,10 +51,7 @@ def pack_state(model, optimizer, frozen, settings, **state):
         for name, entry in saved.get("state", {}).items():
             moments |= {f"{name}//{key}": torch.as_tensor(value).contiguous() for key, value in entry.items()}
         files["optim.safetensors"] = moments
-    changes = []
-    for now, before in zip(settings_of(optimizer), settings, strict=True):
-        changes.append({name: value for name, value in now.items() if name not in before or before[name] != value})
-    return files, {"format": FORMAT, "frozen": frozen_sum, "optimizer_settings": changes, **state}
+    return files, {"format": FORMAT, "frozen": frozen_sum, **state}
 
 
 def unpack_state(path, state, model, optimizer, frozen):
@@ -88,8 +74,6 @@ def unpack_state(path, state, model, optimizer, frozen):
         # without settings, which stay those of the flags; lr is a function of the step
         saved = {"state": moments, "param_groups": [{"params": [*weights]}]}
         dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
-        for group, changes in zip(optimizer.param_groups, state["optimizer_settings"], strict=True):
-            group.update(changes)
     # after the optimizer, for whose moments torch takes a step with zero gradients: one without an epsilon gives NaN
     dcp.set_model_state_dict(model, weights, options=options)
 

@@ -231,7 +231,6 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.frozen = checkpoint.frozen_weights(pretrained)
-        self.settings = checkpoint.settings_of(optimizer)
         self.steps_per_iteration = steps_per_iteration
         self.num_iterations = iterations
         self.shown = [*dict.fromkeys(shown)]  # the headline may be one of those of the status line
@@ -377,7 +376,7 @@ class Run:
         self.saved = time.monotonic()
         state = {"threads": torch.get_num_threads(), "headline": self.headline, "inputs": self.inputs}
         state |= {"run": self.identity, **vars(self.kept)}
-        files, state = checkpoint.pack_state(self.model, self.optimizer, self.frozen, self.settings, **state)
+        files, state = checkpoint.pack_state(self.model, self.optimizer, self.frozen, **state)
         on_main(self.accelerator, checkpoint.write_checkpoint, self.dir, files, state, self.args.keep_checkpoints)
         self.checkpoint = place
 

@@ -234,13 +234,13 @@ def witness(context, script, job):
     def digest(tensors):
         return [hashlib.sha256(x.detach().contiguous().numpy().tobytes()).hexdigest() for x in tensors]
 
-    def keep_state(model, optimizer, frozen, settings, **state):
+    def keep_state(model, optimizer, frozen, **state):
         moments = []
         for entry in optimizer.state.values():
             moments += [x for x in entry.values() if x.ndim]
         lrs = [repr(float(group["lr"])) for group in optimizer.param_groups]
         states.append([digest(model.state_dict().values()), digest(moments), lrs, repr(state)])
-        return pack_state(model, optimizer, frozen, settings, **state)
+        return pack_state(model, optimizer, frozen, **state)
 
     context.setattr(checkpoint, "pack_state", keep_state)
     yield

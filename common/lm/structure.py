@@ -137,14 +137,9 @@ def has_plain_output(lm):
 
 
 def one_token(lm):
-    with autocast_on_gpu(lm):
-        ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=lm.device)
+    with torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda"):  # for flash attention
         return lm(input_ids=ids, use_cache=False, logits_to_keep=1)
-
-
-def autocast_on_gpu(lm):
-    """Flash attention does not support float32."""
-    return torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")
 
 
 def reads_padding(lm):
@@ -175,7 +170,8 @@ def leaks(lm, sources, readers, **inputs):
 
     inputs["input_ids"] = torch.arange(len(sources))
     inputs = {name: x[None].to(lm.device) for name, x in inputs.items()}
-    with forward_replaced(lm.get_input_embeddings(), embed), torch.enable_grad(), autocast_on_gpu(lm):
+    autocast = torch.autocast(lm.device.type, torch.bfloat16, enabled=lm.device.type == "cuda")  # as in `one_token`
+    with forward_replaced(lm.get_input_embeddings(), embed), torch.enable_grad(), autocast:
         states = lm.base_model(**inputs, use_cache=False)[0]  # (1, T, H)
     if embeddings[0].shape[:2] != states.shape[:2]:  # a model that arranges rows or positions in its own way
         return True

@@ -133,6 +133,13 @@ class Run:
             self._lock()
             old = identity.read_identity(self.dir)
             same = old.get("hash") == self.identity["hash"]
+            if self.made and not self.args.run_dir:
+                envs = self.dir.parent.glob(f"{self.identity['algo']}-*/env.json")
+                newest = max(envs, key=os.path.getmtime, default=self.dir).parent
+                other = identity.read_identity(newest)
+                if other.get("flags") == self.identity["flags"] and other["hash"] != self.identity["hash"]:
+                    lines = "\n  ".join(identity.differences(other, self.identity))
+                    self.say(f"a new run: {newest.name} has the same flags, but not the same files:\n  {lines}")
             if old and not (same or self._has(given)) and identity.has_results(self.dir):
                 hint = f"choose another --run-dir, or continue that run with the new settings by --resume {self.path}"
                 if old.get("finished"):
@@ -183,21 +190,11 @@ class Run:
             raise InputError(f"{folder} is in use by process {self.lock.read()}: stop that one first") from None
         except (OSError, ValueError) as error:
             raise InputError(f"--run-dir {visible(str(folder))} cannot be written: {error}") from None
-        if self.made and not self.args.run_dir:
-            self._tell_similar(first.parent)
         self.lock.truncate()
         self.lock.write(f"{os.getpid()} on {platform.node()}")
         self.lock.flush()
         self.path = folder
         self.dir = folder.absolute()
-
-    def _tell_similar(self, folder):
-        """Names the newest run in a folder if it has the same flags, but other files: this one does not continue it."""
-        env = max(folder.glob(f"{self.identity['algo']}-*/env.json"), key=os.path.getmtime, default=folder)
-        old = identity.read_identity(env.parent)
-        if old.get("flags") == self.identity["flags"]:
-            lines = identity.differences(old, self.identity)
-            self.say("\n  ".join([f"a new run: {env.parent} has the same flags, but not the same files:", *lines]))
 
     def check_inputs(self, data, **models):
         """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}). Raises an

@@ -34,8 +34,9 @@ def test_a_new_run_names_the_one_with_the_same_flags_and_other_files(scripts, wo
     assert "a new run" not in scripts.run(argv, tmp_path).out
     (tmp_path / "log.txt").touch()
     [run] = (tmp_path / "runs").iterdir()
-    said = f"a new run: runs/{run.name} has the same flags, but not the same files:\n"
+    said = f"a new run: {run.name} has the same flags, but not the same files:\n"
     assert f"{said}  the file of --reward has changed\n" in scripts.run(argv, tmp_path).out
+    assert "a new run" not in scripts.run([*argv, "--resume", "never"], tmp_path).out
 
 
 def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work, ended, tmp_path):

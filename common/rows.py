@@ -46,22 +46,20 @@ def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None
         rows, eval_sets = hold_out(rows, float(eval_dataset))
     else:
         eval_sets = load_sets(eval_dataset)
-    sets = [*eval_sets.values()]
+    sets = [*eval_sets.values(), rows]
     prompts = []
     if eval_prompts is not None:
         prompts = load_rows(eval_prompts, "--eval-prompts")
     elif metric is not None and reward is None:
-        prompts = next(iter(sets), [])
-        if not prompts:
+        prompts = sets[0]
+        if not eval_sets:
             raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
-    for members in (rows, *sets):
-        if rollout_function:
-            accepted(rollout_function, rollout, members[0], ROLLOUT_ARGUMENTS)
-        elif reward_function:  # with a rollout function, which may add columns, only once it is called
-            accepted(reward_function, reward, members[0], given)
-    for members in [prompts] if prompts else sets or [rows]:
-        if metric_function and not rollout_function:
-            accepted(metric_function, metric, members[0], given)
+    if rollout_function:
+        accepted(rollout_function, rollout, rows[0], ROLLOUT_ARGUMENTS)
+    elif reward_function:  # with a rollout function, which may add columns, only once it is called
+        accepted(reward_function, reward, rows[0], given)
+    if metric_function and not rollout_function:
+        accepted(metric_function, metric, (prompts or sets[0])[0], given)
     found = SimpleNamespace(rows=rows, eval_sets=eval_sets, prompts=prompts, rollout=rollout_function)
     found.reward = reward_function and partial(call_reward, reward_function, reward)
     found.metric = metric_function and partial(call_metric, metric_function, metric)

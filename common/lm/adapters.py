@@ -51,8 +51,7 @@ def train_adapters(lm, args, heads=()):
 def for_sampling(lm):
     """Inside, adapters are added to a copy of their base weight, so that a tied layer does not change, and autocast
     keeps the casts of frozen weights: both once and not for every token. Afterwards all is bitwise as before. Adapters
-    of 4-bit or 16-bit weights stay apart, since sums would be rounded. Under
-    autocast sums have its type."""
+    of 4-bit or 16-bit weights stay apart, since sums would be rounded. Under autocast sums have its type."""
     kind = lm.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     with contextlib.ExitStack() as stack:

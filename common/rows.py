@@ -115,10 +115,7 @@ def read_rows(name):
         if path is None:
             repository, revision, split = on_hub.groups()
             return datasets.load_dataset(repository, split=split or "train", revision=revision)
-        rows = datasets.load_from_disk(str(path))
-        if isinstance(rows, dict):
-            raise ValueError(f"it has several splits: give one of them, such as {path}/{next(iter(rows))}")
-        return rows.with_format("arrow")[:].to_pylist()  # images stay the bytes that they are
+        return datasets.load_from_disk(str(path)).with_format("arrow")[:].to_pylist()  # images stay bytes
     kind = Path(path.name.removesuffix(".gz")).suffix
     if kind not in FILE_KINDS:
         raise ValueError(f"expected a name that ends with {', '.join(FILE_KINDS)}")

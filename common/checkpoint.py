@@ -104,8 +104,7 @@ def read_checkpoint(path):
     try:
         state = json.loads((path / "state.json").read_bytes())
     except (OSError, ValueError) as error:
-        how = "remove it, to go on from the one before"
-        raise InputError(f"checkpoint {path} cannot be read ({error}): {how}") from None
+        raise InputError(f"checkpoint {path} cannot be read ({error}): remove it, to go on from another") from None
     if state["format"] != FORMAT:
         raise InputError(f"checkpoint {path} was written by another version of plainrl")
     return state

@@ -34,8 +34,8 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
         if mixed_precision == "no" and gpu_has_bfloat16 and dtype == "float32":
             mixed_precision = "bf16"
     torch.backends.cudnn.allow_tf32 = False  # which torch allows for convolutions, though not for matrix products
-    one_copy = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # of the gradients
-    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT), one_copy]
+    # a view: one copy of the gradients
+    handlers = [InitProcessGroupKwargs(timeout=TIMEOUT), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     accelerator = Accelerator(cpu=not gpu, mixed_precision=mixed_precision, kwargs_handlers=handlers)
     keep_freed_memory()
     if accelerator.device.type == "cuda":
@@ -51,6 +51,8 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
         raise InputError(f"--batch-size {batch_size} must be a multiple of the {accelerator.num_processes} processes")
     if accelerator.mixed_precision == "fp16":
         raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
+    if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):  # whose backward passes step the optimizer
+        raise InputError("launch without DeepSpeed and Megatron-LM: the processes work together by DDP or FSDP2")
     if is_sharded(accelerator):
         if not (fsdp and accelerator.is_fsdp2):
             raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, so launch it without FSDP")
@@ -101,13 +103,6 @@ def unsharded(model):
             module.unshard()
             stack.callback(module.reshard)
         yield
-
-
-def named_weights(model):
-    """Yields (module, name, weight); a shared weight comes once for each module that has it."""
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            yield module, name, weight
 
 
 def set_threads(threads=None):

@@ -28,9 +28,8 @@ class Screen:
     def start(self):
         if self.progress or os.environ.get("LOCAL_RANK", "0") != "0" or not (os.isatty(1) and os.isatty(2)):
             return
-        counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        text = TextColumn("{task.description}", markup=False)
-        self.progress = Progress(text, BarColumn(bar_width=10), *counts, transient=True)
+        bar = BarColumn(bar_width=10), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        self.progress = Progress(TextColumn("{task.description}", markup=False), *bar, transient=True)
         self.part = self.progress.add_task("", total=None)
         self.progress.start()
 

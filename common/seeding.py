@@ -15,8 +15,7 @@ def rng(seed, stream, *ids):
     """A numpy generator: Philox keyed by a 128-bit hash of all arguments, since streams of seed + step collide across
     seeds. stream names the use ("rollout", ...); ids are integers (step, row, ...)."""
     text = json.dumps([int(seed), stream, *map(int, ids)])
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    key = int.from_bytes(digest, "little")
+    key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
 
 
@@ -29,5 +28,4 @@ def seed_libraries(seed, deterministic=False):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)  # cumsum in `draw` has none on GPUs
-        torch.backends.cudnn.benchmark = False
         os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it for flash_attention_2

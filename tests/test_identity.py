@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -236,8 +237,9 @@ def drawing(outputs, **columns):
 
 @pytest.mark.case(102, "sft")
 @pytest.mark.parametrize("changed", CHANGES)
-def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp_path, changed):
-    """What no flag names: the date in a template, files that a function reads, columns that only a metric sees."""
+def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp_path, capsys, changed):
+    """What no flag names: the date in a template, files that a function reads, columns that only a metric sees. Other
+    versions of libraries are said."""
     inputs = {"date": "b", "rows": "cd", "answer": 1, "prompt": "e"}
 
     def go_on(**flags):
@@ -251,7 +253,10 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
     drawing.failing = 2  # behind the second step
     with pytest.raises(ZeroDivisionError):
         go_on()
+    env = tmp_path / "run/env.json"  # as if an upgrade came in between
+    env.write_text(re.sub('"torch": ".*"', '"torch": "2.9.1"', env.read_text()))
     before = files(tmp_path / "run")
+    capsys.readouterr()
     change, flag = CHANGES[changed]
     inputs |= change
     if flag:
@@ -271,6 +276,7 @@ def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp
         inputs |= new
     go_on(**resume)
     assert log(tmp_path / "run")[-1]["step"] == 4
+    assert f"continuing {tmp_path}/run from step 2; torch was 2.9.1\n" in capsys.readouterr().out
 
 
 @pytest.mark.case(101, "sft")

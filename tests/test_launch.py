@@ -66,6 +66,9 @@ def test_processes_have_equal_parts_of_a_batch(monkeypatch):
     assert launch.launch(batch_size=8, **given) == several
     with pytest.raises(InputError, match="^--batch-size 6 must be a multiple of the 4 processes$"):
         launch.launch(batch_size=6, **given)
+    several.distributed_type = "DEEPSPEED"
+    with pytest.raises(InputError, match="^launch without DeepSpeed and Megatron-LM: "):
+        launch.launch(batch_size=8, **given)
 
 
 def test_attention_of_a_gpu(monkeypatch):

@@ -751,7 +751,7 @@ def test_a_turn_that_ends_no_response_is_told(capsys, script):
         tokenizer.ends = [end]
         lm = SimpleNamespace(config=GPT2Config(n_positions=999), modules=list)
         encoded(script, [{"prompt": [user("a")]}], lm, tokenizer)
-        said = "warning: '<|im_end|>' ends a turn of the chat template but no response, unless --stop has it\n"
+        said = "warning: '<|im_end|>' ends a turn of the template but no response, unless --stop has it\n"
         assert (said in capsys.readouterr().out) == is_told
 
 

@@ -291,12 +291,17 @@ STOPS = [  # kind of tokenizer, text or tokens, stop string, how many of them co
 
 
 def test_the_token_that_completes_a_stop():
+    """Also behind a prompt whose last characters have three tokens each, of which the loop reads eight."""
     for kind, row, stop, length in STOPS:
         tokenizer = build_tokenizer(kind)
-        ids = tokenizer(row).input_ids if kind == "byte-level" else tokenizer.convert_tokens_to_ids(row)
-        response = []
-        assert add_ids(response, ids, [], 99, [], (stop,), tokenizer)
-        assert response == ids[:length], stop
+        if kind == "byte-level":
+            ids, prompt = tokenizer([row, "界界界"]).input_ids
+        else:
+            ids, prompt = map(tokenizer.convert_tokens_to_ids, [row, ["a", *FEW_BYTES[2:5] * 3]])
+        for context in ([], prompt):
+            response = []
+            assert add_ids(response, ids, context, 99, [], (stop,), tokenizer), stop
+            assert response == ids[:length], stop
 
 
 def test_a_stop_string_that_begins_with_the_space_of_the_first_token():

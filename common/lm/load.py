@@ -13,7 +13,6 @@ from common.errors import InputError
 from common.functions import adapter_base, loading, read_options, spec_path
 from common.lm.adapters import train_adapters
 from common.lm.structure import as_decoder, end_tokens, freeze
-from common.lm.tokens import tell_unknown
 from common.report import screen
 
 
@@ -24,7 +23,6 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None  # other flags name other repositories
     keywords |= {"dtype": args.dtype, "attn_implementation": args.attn_implementation}
-    keywords["trust_remote_code"] = args.trust_remote_code
     if args.load_in_4bit:  # NF4, arXiv 2305.14314
         compute = "bfloat16" if args.mixed_precision == "bf16" else args.dtype
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -36,7 +34,7 @@ def load_pretrained(auto_class, args, path, flag, **keywords):
         tokenizer = copy.copy(tokenizer)
         tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     with loading(flag, path):
-        model, missing = load_weights(auto_class, path, revision, **keywords)
+        model, missing = load_weights(auto_class, path, revision, trust_remote_code=args.trust_remote_code, **keywords)
         model = repaired(model, args)
         for adapter in getattr(model, "peft_config", {}).values():
             is_plain = adapter.peft_type == "LORA" and adapter.bias == "none" and not adapter.use_dora
@@ -133,7 +131,10 @@ def load_model(args, path, flag="--model"):
         raise InputError(f"{flag}: the tokenizer has no end-of-sequence token, so no response could end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # a filler: masks come from lengths, never from ids
-    tell_unknown(tokenizer, [tokenizer(stop)["input_ids"] for stop in getattr(args, "stop", ())], "--stop")
+    for stop in getattr(args, "stop", ()):  # a tokenizer may lack a character, normalise it, or drop a line break
+        text = tokenizer.decode(tokenizer(f"a{stop}a")["input_ids"], clean_up_tokenization_spaces=False)
+        if stop not in text:
+            screen.say(f"warning: --stop {stop!r} will not be found: the tokenizer turns {f'a{stop}a'!r} into {text!r}")
     if args.dtype == "float64":
         model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     if args.gradient_checkpointing:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.launch import local_rows, named_weights
+from common.launch import local_rows
 from common.lm.structure import forward_replaced
 from common.lm.tokens import collate, first_label, longest_first, pad_rows
 from common.report import screen
@@ -117,9 +117,9 @@ def in_chunks(function, layer, vocabulary, states, *columns):
     if len(states) <= 2 * size:
         return of_rows(states, *columns)
     kind = states.device.type
-    autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
     parts = []
-    with torch.autocast(kind, **autocast, cache_enabled=False):  # a shared cast would add up gradients in its type
+    # without its cache: a shared cast would add up gradients in its type
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
         for chunk in zip(*(column.split(size) for column in (states, *columns)), strict=True):
             parts.append(checkpoint(of_rows, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, -1)
@@ -129,7 +129,8 @@ def in_chunks(function, layer, vocabulary, states, *columns):
 def in_float32(*modules):
     """Inside, the weights of heads are at least float32, although FSDP2 gathers bfloat16. Autocast must be off, too."""
     with ExitStack() as stack:
-        for module, name, weight in itertools.chain(*map(named_weights, modules)):
-            stack.callback(module._parameters.update, {name: weight})
-            module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        for module in itertools.chain(*map(nn.Module.modules, modules)):
+            for name, weight in module.named_parameters(recurse=False):
+                stack.callback(module._parameters.update, {name: weight})
+                module._parameters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
         yield

@@ -86,8 +86,9 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         kept_rows.append(row)
         kept_ids.append(ids)
     if dropped := len(rows) - len(kept_rows):
-        why = f"longer than --max-prompt-length {max_length}"
-        screen.say(f"{flag}: {dropped} of {len(rows)} prompts are dropped, {why}")
+        screen.say(
+            f"{flag}: {dropped} of {len(rows)} prompts are dropped, longer than --max-prompt-length {max_length}"
+        )
     return kept_rows, kept_ids
 
 
@@ -172,7 +173,11 @@ def stopped(tokenizer, queries, responses, stops):
     """Whether each response (ids) contains a stop string."""
     if not stops:
         return [False] * len(responses)
-    texts = texts_behind(tokenizer, [query[-CONTEXT:] for query in queries], responses)
+    tails = [query[-CONTEXT:] for query in queries]
+    for ids in tails:  # a character that is cut would make all bytes behind it unreadable, those of a stop string, too
+        while len(ids) > 1 and "\ufffd" in tokenizer.decode(ids):
+            del ids[0]
+    texts = texts_behind(tokenizer, tails, responses)
     return [any(stop in text for stop in stops) for text in texts]
 
 
@@ -300,8 +305,7 @@ def tell_unended_turns(tokenizer):
     """Warns where the chat template ends a turn by a token that ends no response."""
     words, end = turn_end(tokenizer)
     if end and end[0] not in row_ends(tokenizer):
-        ends = f"{words.rstrip()!r} ends a turn of the chat template but no response"
-        screen.say(f"warning: {ends}, unless --stop has it")
+        screen.say(f"warning: {words.rstrip()!r} ends a turn of the template but no response, unless --stop has it")
 
 
 def tell_untrained_end(tokenizer, trained):

@@ -244,8 +244,7 @@ class PerPromptStats:
         self.rewards = {} if rewards is None else rewards  # {prompt: its last rewards}, kept in checkpoints
 
     def update(self, prompts, rewards):
-        """Stores rewards (B,), then returns advantages (B,): (reward - mean) / (std + 1e-6) over the prompt's rewards,
-        or over this batch if fewer than min_count are known for the prompt. Float64, population std."""
+        """Stores rewards (B,). Returns advantages (B,) by the prompt's rewards, by the batch's if it has too few."""
         rewards = np.asarray(rewards, dtype=np.float64)
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
             kept = self.rewards.setdefault(prompt, [])
@@ -256,13 +255,14 @@ class PerPromptStats:
             known = rewards
             if len(self.rewards[prompt]) >= self.min_count:
                 known = np.array(self.rewards[prompt])
-            advantages[i] = (rewards[i] - known.mean()) / (known.std() + 1e-6)
+            advantages[i] = standardized(rewards[i], known, 1e-6)
         return advantages
 
 
-def standardized(rewards):
-    """Advantages (B,) from the batch's own statistics: (reward - mean) / (std + 1e-8). Float64, population std."""
-    return (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)
+def standardized(rewards, known, eps):
+    """(rewards - mean) / (std + eps) by the known rewards. Float64, population std; exactly 0 where all are equal."""
+    mean = known[0] if min(known) == max(known) else np.mean(known)  # rounding would leave a tiny advantage
+    return (np.array(rewards) - mean) / (np.std(known) + eps)
 
 
 def ddpo_loss(new_logprobs, logprobs, advantages, clip_range):
@@ -843,7 +843,7 @@ def main(args):
         scores, others = on_main(accelerator, data.reward, rows, given)
         if epoch == 1 and min(scores) == max(scores):
             run.say(f"warning: all rewards of the first epoch are {scores[0]}, so there is nothing to learn from them")
-        advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores)
+        advantages = stats.update(prompts, scores) if args.per_prompt_stats else standardized(scores, scores, 1e-8)
         advantages = torch.from_numpy(advantages).clamp(-args.adv_clip_max, args.adv_clip_max)
         run.lap("reward")
         # 3. clipped objective (Sec. 4.3) on the (image, step) pairs of minibatches of images

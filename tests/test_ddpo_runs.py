@@ -160,14 +160,16 @@ def test_epochs_are_the_slow_definition(monkeypatch, build_pipeline, tmp_path, p
 @pytest.mark.case(32, "ddpo")
 @pytest.mark.parametrize("per_prompt_stats", [True, False])
 def test_of_a_constant_reward_weight_decay_alone_moves_matrices(tiny, tmp_path, capfd, per_prompt_stats):
-    flags = {"weight_decay": 0.1, "num_epochs": 1, "per_prompt_stats": per_prompt_stats}
-    _, run = run_ddpo(tiny, tmp_path / "run", reward=lambda prompts: [3] * len(prompts), **flags)
+    """The mean of 5, 6 or 7 times 0.7 is rounded."""
+    flags = {"weight_decay": 0.1, "per_prompt_stats": per_prompt_stats, "stat_min_count": 7, "stat_buffer_size": 7}
+    flags |= {"num_epochs": 4, "rollout_batch_size": 7, "batch_size": 7}
+    _, run = run_ddpo(tiny, tmp_path / "run", reward=lambda prompts: [0.7] * len(prompts), **flags)
     after = unet(run / "hf_model")
     for name, weight in unet(tiny).items():
-        expected = weight * (1 - 1e-3 * 0.1) ** 2 if weight.ndim > 1 else weight
+        expected = weight * (1 - 1e-3 * 0.1) ** 4 if weight.ndim > 1 else weight
         assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
-    assert [record["optim/grad_norm"] for record in log(run)] == [0]
-    assert "warning: all rewards of the first epoch are 3.0, so" in capfd.readouterr().out
+    assert [record["optim/grad_norm"] for record in log(run)] == [0, 0, 0, 0]
+    assert "warning: all rewards of the first epoch are 0.7, so" in capfd.readouterr().out
 
 
 @pytest.mark.case(31, "ddpo")

@@ -238,6 +238,26 @@ def test_log_probabilities_are_cut_with_the_ids(monkeypatch, gpt2_dir, tmp_path)
     assert records[-1]["tokens/truncated_rate"] == 1
 
 
+def test_a_function_gets_merged_adapters(gpt2_dir, tmp_path):
+    """Under the names that an engine is given: the weight of a layer and what its adapter adds, in every iteration."""
+    adapted = []
+
+    def engine(sample, prompt_ids, model):
+        weights = model.state_dict()
+        layers = [name.removesuffix(".lora_A.default.weight") for name in weights if ".lora_A." in name]
+        for layer in layers:
+            product = weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"]
+            weight = weights[f"{layer}.base_layer.weight"]
+            added = (weight - start.setdefault(layer, weight.clone())).T
+            close(added, product.double(), 1e-9)
+            adapted.append(bool(product.abs().max() > 1e-3))
+        return once(sample, prompt_ids)
+
+    start = {}
+    run("grpo", gpt2_dir, tmp_path / "run", rollout=engine, lora_r=2, lora_alpha=2, total_episodes=24)
+    assert adapted[0] is False and adapted[-1] is True
+
+
 def test_a_function_computes_in_its_own_precision(monkeypatch, gpt2_dir, tmp_path, bf16):
     """Autocast is for `sample` alone. The model has adapters in float32, which nothing has rounded yet."""
     found = []

@@ -59,9 +59,9 @@ def work(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "my_model")
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    config = LlamaConfig(len(words), intermediate_size=96, tie_word_embeddings=True, **sizes, **ends)
+    config = LlamaConfig(vocab_size=len(words), intermediate_size=96, tie_word_embeddings=True, **sizes, **ends)
     LlamaForCausalLM(config).save_pretrained(folder / "my_model")
-    write(folder / "rows.jsonl", [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)])
+    write(folder / "rows.jsonl", [{"prompt": f"{number % 4}+{number // 4}="} for number in range(16)])
     for kind in ("vllm", "server"):
         (folder / f"my_{kind}.py").write_text(FILES[f"my_{kind}.py"])
         (folder / f"check_{kind}.py").write_text(CHECK.format(kind=kind))

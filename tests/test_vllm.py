@@ -29,9 +29,10 @@ import my_{kind} as recipe
 hand_over = recipe.hand_over
 
 
-def episode(prompt_ids, model, seeds, temperature, max_new_tokens, stop_strings, iteration, handed=True, **options):
+def episode(prompt_ids, model, seeds, temperature, max_new_tokens, stop_strings, iteration, handed=True, dtype=None):
     recipe.hand_over = hand_over if handed or iteration == 1 else lambda *_: None
-    turns, columns = recipe.episode(prompt_ids, model, seeds, temperature, max_new_tokens, stop_strings, **options)
+    given = [prompt_ids, model, seeds, temperature, max_new_tokens, stop_strings]
+    turns, columns = recipe.episode(*given, *([dtype] if dtype else []))
     gaps = []
     for ids, [(new, _)], logprobs in zip(prompt_ids, turns, columns["sampler_logprobs"]):
         logits = model(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1].div(temperature)

@@ -8,10 +8,10 @@ from benchmarks import size
 LIMITS = {
     "common/": 3947,
     "common/, code": 2901,
-    "algos/": 4978,
+    "algos/": 5023,
     "ppo.py in one file": 4562,
-    "tests/": 15796,
-    "benchmarks/, with .sh": 6856,
+    "tests/": 16202,
+    "benchmarks/, with .sh": 7077,
 }
 
 

@@ -25,7 +25,7 @@ import transformers
 from harness import ROOT, launch, same, torchrun
 from helpers import log, pad_more, recorded, same_record, same_run, samples
 from test_ppo_modes import save_classifier
-from test_rollouts import tool  # noqa: F401, named in CASES
+from test_rollouts import tool
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from benchmarks.tasks import randomwalks, shapes
@@ -59,6 +59,16 @@ def short(outputs, **columns):
     """Few values, so that groups of equal ones happen."""
     called()
     return [float(len(output) % 3 == 0) for output in outputs]
+
+
+def elsewhere(sample, prompt_ids, tokenizer):
+    """`tool`, with log-probabilities of a sampler that is not the policy."""
+    turns = tool(sample, prompt_ids, tokenizer)
+    logprobs = []
+    for row in turns:
+        ids = itertools.chain(*[ids for ids, trained in row if trained])
+        logprobs.append([-2.0 - 0.1 * token for token in ids])
+    return turns, {"sampler_logprobs": logprobs}
 
 
 def length(outputs, **columns):
@@ -109,7 +119,8 @@ CASES = {
     "ppo-critic": PPO | {"reward": "vowels", "value_model": "gpt2", "value_lr": 1e-3, "value_warmup": 1},
     "ppo-classifier": PPO | {"reward": "classifier", "score_scaling": "running", "total_episodes": 24},
     "grpo": GRPO | {
-        "num_layers_unfrozen": 1, "rollout": "tool", "loss_mean": "token", "cliprange_high": 0.28,
+        "num_layers_unfrozen": 1, "rollout": "elsewhere", "loss_mean": "token", "cliprange_high": 0.28,
+        "correction": "sequence-mask", "correction_limit": 1.1,
     },
     "grpo-idle": GRPO | {  # rows without an advantage are left out of the forward passes
         "kl_coef": 0.0, "ratio_level": "sequence", "advantage_kind": "mean", "cliprange": 1e-2, "loss_mean": "constant",

@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-import torch
 from harness import ROOT, lines
 from helpers import log, recorded, rolled, samples, weights
 

@@ -10,7 +10,7 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 5023,
     "ppo.py in one file": 4562,
-    "tests/": 16202,
+    "tests/": 16212,
     "benchmarks/, with .sh": 7077,
 }
 

@@ -337,7 +337,7 @@ class Episode:
     score: float
     advantage: float = 0.0
     weight: float = 0.0  # of each of its tokens in the loss of a step
-    logprobs: torch.Tensor | None = None  # of the policy that sampled; None: the single step computes them
+    logprobs: torch.Tensor | None = None  # of the policy before the update; None: the single step computes them
     ref_logprobs: torch.Tensor | None = None
 
     def __post_init__(self):
@@ -548,8 +548,8 @@ def losses(model, lines, counts, args):
     numbers = torch.tensor([[episode.advantage, episode.weight] for episode in episodes], dtype=torch.float64)
     numbers = numbers.view(-1, 2).repeat_interleave(torch.tensor(lengths, dtype=torch.long), 0)
     advantages, weights = numbers.to(new_logprobs.device).unbind(1)
-    # log-probabilities of the policy that sampled. A single step trains this very policy: then they are those of this
-    # forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
+    # log-probabilities of the policy before the update. A single step trains this very policy: then they are those of
+    # this forward pass, so the ratio is 1, and the gradient of the ratio is that of log pi.
     logprobs = new_logprobs.detach()
     if episodes and episodes[0].logprobs is not None:
         logprobs = of_all(episodes, "logprobs", new_logprobs)
@@ -578,7 +578,7 @@ def losses(model, lines, counts, args):
         kl_loss = (weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
-        # sums over a response, by the policy that sampled; loss/kl is a mean over its tokens, by the policy in training
+        # sums over a response, by the policy before the update; loss/kl is a mean over tokens, by the one in training
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
     return loss, metrics
@@ -602,7 +602,7 @@ def mismatch_of(logprobs, episodes, args):
 def token_metrics(log_ratio, logprobs, entropies, advantages, mismatch, counts, args):
     """Shares of the iteration's means. They are over the tokens whose advantage is not 0; with a KL, policy/entropy and
     policy/nll are over all tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped.
-    policy/nll is of the policy that sampled, the others of the one that is trained. All tensors (n,)."""
+    policy/nll is of the policy before the update, the others of the one that is trained. All tensors (n,)."""
     terms = {"policy/entropy": entropies, "policy/nll": -logprobs}
     metrics = {}
     if args.kl_coef:

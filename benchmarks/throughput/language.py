@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 import time
-from statistics import mean, median
+from statistics import mean
 from unittest.mock import patch
 
 import numpy as np
@@ -27,7 +27,7 @@ from common.seeding import rng
 
 # prompts: of grpo; batch: rows of a step of sft, reward and dpo; length: what all lengths except those of ppo are times
 SIZES = {"layers": 12, "width": 768, "vocabulary": 50257, "prompts": 8, "batch": 8, "length": 1}
-SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # growth.py and GPUs have others
+SIZES |= json.loads(os.environ.get("SIZES", "{}"))  # GPUs have others
 LAYERS = SIZES["layers"]
 WIDTH = SIZES["width"]
 VOCABULARY = SIZES["vocabulary"]
@@ -355,8 +355,6 @@ def draw_given(logits, ids, temperature, *filters):
 
 
 def measure_grpo(script, model, flags):
-    from common.lm import sampling
-
     settings = {
         "total_episodes": GROUP_EPISODES * ITERATIONS,
         "rollout_batch_size": GROUP_EPISODES,
@@ -372,5 +370,4 @@ def measure_grpo(script, model, flags):
     with patch.object(sampling, "uniforms", given_ids), patch.object(sampling, "draw", draw_given):
         steps = short_run(script, model=model, dataset=group_rows(), reward=mean_id, **settings, **flags)
     seconds = column(steps, "perf/seconds_rollout", "perf/seconds_update")
-    columns, rate = figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))
-    return columns | {"rollout": median(column(steps, "perf/seconds_rollout")[1:])}, rate
+    return figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))

@@ -32,7 +32,6 @@ from benchmarks import paired, tables
 from benchmarks.claims import CLAIMS, PRETRAINED, SUMMARY, TWIN
 from benchmarks.planted import planted
 from benchmarks.references import report as references
-from benchmarks.throughput import growth
 from benchmarks.throughput import report as throughput
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
@@ -63,6 +62,7 @@ MEASURES = {  # what `measured` returns, in words
     "rise": "rise since the best score of",
 }
 CASES = "benchmarks/faults/cases.csv"
+DECODING = "right token profile update kernels peers pretrained".split()  # parts of benchmarks/gpu.py
 WAITS = "benchmarks/throughput/waits.csv"
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
@@ -354,6 +354,20 @@ def csv_table(file, first=0):
     return tables.markdown(heads, [[row[name] for name in heads] for row in rows])
 
 
+def gpu_tables(parts):
+    """What benchmarks/gpu.py has measured last on each device, a table a part."""
+    lines = []
+    for part in filter(lambda part: Path(tables.ROOT, "benchmarks/gpu", f"{part}.csv").exists(), parts):
+        rows = tables.read_csv(tables.ROOT / f"benchmarks/gpu/{part}.csv")
+        lines += ["", f"## {part}"]
+        for device, commit in {row["device"]: row["commit"] for row in rows}.items():
+            found = [row for row in rows if (row["device"], row["commit"]) == (device, commit)]
+            _, _, _, *heads = found[0]
+            lines += ["", f"{device}, {found[0]['versions']}:", ""]
+            lines += tables.markdown(heads, [[row[name] for name in heads] for row in found])
+    return lines[1:]
+
+
 def tried_cases():
     """What tests/README.md says of the table of faults."""
     rows = tables.read_csv(tables.ROOT / CASES)
@@ -389,9 +403,11 @@ def blocks():
         ("benchmarks/planted/README.md", "bugs", planted.table),
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
-        ("benchmarks/throughput/README.md", "growth", growth.table),
         ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, WAITS, -1)),
         ("benchmarks/curves/pitfalls/README.md", "signs", signs),
+        ("benchmarks/gpu.md", "tables", functools.partial(gpu_tables, ["traces", "again", "tasks", "steps"])),
+        ("benchmarks/gpu_decode.md", "tables", functools.partial(gpu_tables, DECODING)),
+        ("benchmarks/gpu_decode.md", "iterations", functools.partial(csv_table, "benchmarks/gpu/iterations.csv")),
     ]
     for name in CLAIMS:
         listed.append((f"benchmarks/curves/{name}/README.md", "results", functools.partial(results, name)))

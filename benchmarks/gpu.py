@@ -1,37 +1,42 @@
-"""The scripts on a GPU. Writes a page; gpu.md is that of one H100.
+"""The scripts on a GPU. Each row goes at once to a .csv file of its part; check.py makes the tables of gpu.md and
+gpu_decode.md from those in benchmarks/gpu.
 
-    python benchmarks/gpu.py                                         # all of it, to gpu.md
-    python benchmarks/gpu.py --parts right token update --limit 540   # for ten minutes of a GPU
+    python benchmarks/gpu.py                                            # ten minutes of a GPU, to runs/gpu
+    python benchmarks/gpu.py --parts traces again tasks --limit 3600 --out benchmarks/gpu
 
-traces: the golden traces of tests/golden, on the device with the CPU's random draws. again: whether a repeated and a
-continued run with --deterministic are equal. tasks: the embedded task of every script. steps: one iteration of sft,
-dpo, grpo and ppo for a model of 0.6 B random weights, and its peak memory beside what benchmarks/scaling predicts.
-right: passes as graphs (common/lm/graphs.py) beside the plain loop. token: milliseconds of both. update: forward and
-backward of a micro-batch. --tiny: small sizes, which show only that they run. Where git does not know the commit,
-COMMIT names it.
+Each part is a process of its own, which ends at its deadline (PARTS) or at --limit: a part that fails spoils no other.
+right: passes as graphs (common/lm/graphs.py) beside the plain loop. profile: the kernels of a replayed pass and of an
+update, and the gaps between them. token: milliseconds of a token by graphs and by the plain loop. update: forward and
+backward of a micro-batch. peers: tokens by transformers, and steps of TRL if it is installed here or in PEER_1_16
+(throughput/run.py). pretrained: SmolLM2 with its own weights. traces: the golden traces of tests/golden, on the device
+with the CPU's random draws. again: whether a repeated and a continued run with --deterministic are equal. tasks: the
+embedded task of every script. --tiny: small sizes, to try it. COMMIT names the commit where git does not know it.
 """
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests")]
 
-from benchmarks.tables import ROOT, read_jsonl
+from benchmarks.tables import ROOT, read_jsonl  # noqa: E402
 
 SHAPE = {  # Qwen/Qwen3-0.6B
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
@@ -46,7 +51,8 @@ PEAK = 798e12  # product peak that was measured on an H100 in bfloat16
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING = SimpleNamespace(pad_token_id=0)  # what decoding asks a tokenizer for, without stop strings
 TINY = {"vocab_size": 101, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
-PREDICTED = {"sft": 29.9, "dpo": 48.7, "grpo": 32.3, "ppo": 32.3}  # GB, of an update: benchmarks/scaling/README.md
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}
+YES = {True: "yes", False: "**no**"}
 TOLERANCES = {"float64": 1e-5, "float32": 1e-2}  # relative; float32 only in the first line, as rounding grows
 CPU_DRAW = """
 import runpy, sys
@@ -81,24 +87,21 @@ def differences(found, expected):
 
 
 def at_once(args, function, inputs):
-    """Yields function(*input) of all inputs as they are ready, or what went wrong."""
+    """Yields function(*input) of all inputs as they are ready. What goes wrong is printed, and the others go on."""
     with ThreadPoolExecutor(args.jobs) as pool:
         running = {pool.submit(function, *words): words for words in inputs}
         for done in as_completed(running):
             try:
                 yield done.result()
-            except Exception as error:  # the others go on
-                text = f"{type(error).__name__}: {str(error)[-2000:]}"
-                yield *running[done], text.replace("\n", "<br>").replace("|", "/")
+            except Exception as error:
+                print(*running[done], f"{type(error).__name__}: {str(error)[-2000:]}", file=sys.stderr)
 
 
-# ---- Parts: each yields the rows of a table, the titles first --------------------------------------------------------
+# ---- Parts: each yields rows of its table, {column: value} -----------------------------------------------------------
 
 
 def traces(args, folder):
     from test_golden import GOLDEN, command
-
-    yield "script", "type", "largest relative difference", "of", "within"
 
     def trace(dtype, algo):
         run_dir = folder / f"{algo}-{dtype}"
@@ -108,16 +111,14 @@ def traces(args, folder):
         if dtype == "float32":
             pairs = pairs[:1]
         difference, name = max(found for pair in pairs for found in differences(*pair))
-        within = "yes" if difference < TOLERANCES[dtype] else "**no**"
-        return algo, dtype, f"{difference:.1e}", name, within
+        row = {"script": algo, "type": dtype, "largest relative difference": f"{difference:.1e}", "of": name}
+        return row | {"within": YES[difference < TOLERANCES[dtype]]}
 
     yield from at_once(args, trace, [(dtype, algo) for dtype in TOLERANCES for algo in args.algos])
 
 
 def again(args, folder):
     from test_golden import SETTINGS
-
-    yield "script", "two runs are equal", "a run continued from its first checkpoint, too"
 
     def twice(algo):
         found = []
@@ -135,8 +136,9 @@ def again(args, folder):
         (run_dir / "README.md").unlink()  # which says that the run is finished
         assert f"from step {int(first.name.removeprefix('step_'))}\n" in run(words)[1]
         found.append((run_dir / "metrics.jsonl").read_bytes())
-        repeated, continued = (lines == found[0] for lines in found[1:])
-        return algo, "yes" if repeated else "**no**", "yes" if continued else "**no**"
+        repeated, continued = (YES[lines == found[0]] for lines in found[1:])
+        row = {"script": algo, "two runs are equal": repeated}
+        return row | {"a run continued from its first checkpoint, too": continued}
 
     yield from at_once(args, twice, [(algo,) for algo in args.algos])
 
@@ -144,43 +146,14 @@ def again(args, folder):
 def tasks(args, folder):
     from benchmarks.compare import newest_headline
 
-    yield "script", "headline", "at first", "at last", "seconds"
-
     def task(algo):
         seconds, _ = run([f"algos/{algo}.py", "--run-dir", folder / f"task-{algo}"])
         headline = newest_headline(folder / f"task-{algo}")
         values = [line[headline] for line in read_jsonl(folder / f"task-{algo}/metrics.jsonl") if headline in line]
-        return algo, headline, f"{values[0]:.4g}", f"{values[-1]:.4g}", f"{seconds:.0f}"
+        row = {"script": algo, "headline": headline, "at first": f"{values[0]:.4g}", "at last": f"{values[-1]:.4g}"}
+        return row | {"seconds": f"{seconds:.0f}"}
 
     yield from at_once(args, task, [(algo,) for algo in args.algos])
-
-
-def steps(args, folder):
-    """The larger model with the tokenizer of random walks."""
-    from benchmarks.tasks import randomwalks
-
-    for part in (build(args, "qwen3-0.6b"), randomwalks.tokenizer()):
-        part.save_pretrained(folder / "model")
-    length = 32 if args.tiny else 512  # of a prompt, and of a response
-    texts = ["abcdefghijklmnopqrstu"[i:] * length for i in range(16)]
-    rows = [{"prompt": text[: length - 1], "completion": text[length : 2 * length]} for text in texts]
-    pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": r["completion"][::-1]} for r in rows]
-    for name, table in (("rows", rows), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    (folder / "score.py").write_text("def score(outputs, **columns):\n    return [float(len(o)) for o in outputs]\n")
-    yield "script", "seconds, with the start", "peak memory, GB", "predicted, GB"
-    for algo in PREDICTED:
-        flags = f"--model {folder}/model --dataset {folder}/{'pairs' if algo == 'dpo' else 'rows'}.jsonl "
-        if algo in ("ppo", "grpo"):
-            flags += f"--reward {folder}/score.py:score --total-episodes 64 --rollout-batch-size 64 --batch-size 32 "
-            flags += f"--max-new-tokens {length}"
-        else:
-            flags += f"--max-length {2 * length} --total-steps 2 --batch-size 16"
-        run_dir = folder / f"steps-{algo}"
-        flags += f" --eval-every 0 --save-every 0 --run-dir {run_dir}"
-        seconds, _ = run([f"algos/{algo}.py", *flags.split()])
-        peak = read_jsonl(run_dir / "perf.jsonl")[-1]["perf/peak_memory_mb"] * 2**20 / 1e9
-        yield algo, f"{seconds:.0f}", f"{peak:.1f}", "" if args.tiny else PREDICTED[algo]
 
 
 def build(args, name):
@@ -188,11 +161,11 @@ def build(args, name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = SHAPES[name]
-    sizes = sizes | (TINY | {"num_attention_heads": 2, "num_key_value_heads": 1} if args.tiny else {})
+    sizes = sizes | (TINY if args.tiny else {})
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=True)
     with DEVICE:  # where 0.6 B random numbers are drawn in no time
-        lm = AutoModelForCausalLM.from_config(config).eval()
+        lm = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
     lm.plain_output = True
     lm.generation_config.eos_token_id = None
     return lm
@@ -207,10 +180,10 @@ def queries_of(rows, width, words):
 
 
 def graphs(on):
-    """Lets passes of `sample` become graphs."""
+    """Lets passes of `sample` become graphs, except on a CPU."""
     from common.lm import sampling
 
-    return patch.object(sampling, "GRAPHS", ("cuda",) if on else ())
+    return patch.object(sampling, "GRAPHS", (DEVICE.type,) if on and DEVICE.type != "cpu" else ())
 
 
 def autocast(on=True):
@@ -234,7 +207,6 @@ def right(args, folder):
     from common.lm.logprobs import line_logprobs
     from common.lm.sampling import sample
 
-    yield "autocast", "rows that differ", "first at token", "repeated run equal", "nats a token, plain", "by graphs"
     lm = build(args, "smollm2-135m")
     rows, tokens = (5, 20) if args.tiny else (32, 400)
     queries = queries_of(rows, 24, lm.config.vocab_size)
@@ -254,51 +226,113 @@ def right(args, folder):
         plain, once, again = found
         pairs = [(ids, other) for ids, other in zip(plain, once, strict=True) if ids != other]
         places = [next(t for t, two in enumerate(zip(*pair, strict=True)) if two[0] != two[1]) for pair in pairs]
-        yield cast, len(pairs), min(places, default=""), once == again, f"{nats[0]:.4f}", f"{nats[1]:.4f}"
+        row = {"autocast": cast, "rows that differ": len(pairs), "first at token": min(places, default="")}
+        row["repeated run equal"] = once == again
+        yield row | {"nats a token, plain": f"{nats[0]:.4f}", "by graphs": f"{nats[1]:.4f}"}
+
+
+def decoding(args, lm, rows):
+    """A function that samples 256 tokens for each row, behind up to 128 others, or the first `limit` of them."""
+    from common.lm.sampling import sample
+
+    tokens = 16 if args.tiny else 256
+    queries = queries_of(rows, 8 if args.tiny else 128, lm.config.vocab_size)
+    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
+
+    def decode(limit=tokens):
+        sample(lm, PADDING, queries, uniforms, [min(limit, tokens)] * rows)
+
+    return decode
+
+
+class Enough(Exception):
+    """Ends the sampling of `of_graph`."""
+
+
+def of_graph(decode, function):
+    """(seconds of the capture, function(graph)) of the first graph in a call of `decode`, while its tensors are there;
+    None where no pass becomes a graph."""
+    from common.lm import graphs as cuda_graphs
+
+    def measured(forward):
+        seconds, graph = timed(capture, forward)
+        raise Enough(seconds, function(graph))
+
+    capture = cuda_graphs.capture
+    try:
+        with graphs(True), autocast(), patch.object(cuda_graphs, "capture", measured):
+            decode()
+    except Enough as enough:
+        return enough.args
+
+
+def spans_of(function):
+    """[(begin, end, name)] in microseconds of the kernels of a call; on a CPU of torch's operations."""
+    kind = "CUDA" if DEVICE.type == "cuda" else "CPU"
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)]) as profiler:
+        timed(function)
+    events = [event for event in profiler.events() if event.device_type.name == kind]
+    return sorted((event.time_range.start, event.time_range.end, event.name) for event in events)
+
+
+def kernel_rows(of, spans):
+    """Rows of the kernels (begin, end, name), sorted by their begin, that take most time; then of all, and of the gaps
+    in which none ran."""
+    calls = {}
+    taken = {}
+    gaps = 0.0
+    idle_since = spans[0][0]
+    for begin, end, name in spans:
+        calls[name] = calls.get(name, 0) + 1
+        taken[name] = taken.get(name, 0.0) + end - begin
+        gaps += max(0.0, begin - idle_since)
+        idle_since = max(idle_since, end)
+    rows = [(name, calls[name], taken[name]) for name in sorted(taken, key=lambda name: -taken[name])[:25]]
+    rows += [("all kernels", len(spans), sum(taken.values())), ("gaps between them", "", gaps)]
+    for name, number, microseconds in rows:
+        name = name.removeprefix("void ").replace("|", "/")[:120]
+        yield {"of": of, "kernel": name, "calls": number, "microseconds": f"{microseconds:.0f}"}
+
+
+def profile(args, folder):
+    """A replay at different numbers of rows, and an update as in the part `update`."""
+    spans_of(partial(torch.ones, 1, device=DEVICE))  # CUPTI has to be there before a graph is captured
+    lm = build(args, "qwen3-0.6b")
+    for rows in args.rows:
+        with torch.no_grad():
+            measured = of_graph(decoding(args, lm, rows), lambda graph: spans_of(graph.replay))
+        if measured:
+            yield from kernel_rows(f"replay, {rows} rows", measured[1])
+    step = micro_batch(args, lm.train())
+    step()
+    yield from kernel_rows("update", spans_of(step))
+
+
+def median_replay(graph):
+    return median(timed(graph.replay)[0] for _ in range(20))
 
 
 @torch.no_grad()
 def token(args, folder):
-    """Milliseconds of each of 256 tokens behind up to 128 others, by the plain loop and by graphs."""
-    from common.lm import graphs as cuda_graphs
-    from common.lm import sampling
-
-    yield "model", "rows", "plain, ms a token", "graphs", "captures", "seconds of a capture", "ms of a replay"
-    captured = []
-
-    def measured(function):
-        seconds, graph = timed(capture, function)
-        captured.append((seconds, timed(lambda: [graph.replay() for _ in range(20)])[0] / 20 * 1e3))
-        return graph
-
-    capture = cuda_graphs.capture
-    tokens = 16 if args.tiny else 256
+    """Milliseconds of a token: by the plain loop the mean of the first 64, by graphs of 256."""
     for name in SHAPES:
         lm = build(args, name)
         for rows in args.rows:
-            if args.left() < 60:
-                return
-            queries = queries_of(rows, 8 if args.tiny else 128, lm.config.vocab_size)
-            uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
-            milliseconds = {}
-            for on in (False, True):
+            decode = decoding(args, lm, rows)
+            row = {"model": name, "rows": rows}
+            for title, on, tokens in (("plain, ms a token", False, 64), ("graphs", True, 256)):
                 with graphs(on), autocast():
-                    sampling.sample(lm, PADDING, queries, uniforms, [8] * rows)  # warms up
-                    seconds, _ = timed(sampling.sample, lm, PADDING, queries, uniforms, [tokens] * rows)
-                milliseconds[on] = seconds / tokens * 1e3
-            captured.clear()
-            with graphs(True), autocast(), patch.object(cuda_graphs, "capture", measured):
-                sampling.sample(lm, PADDING, queries, uniforms, [tokens] * rows)
-            seconds, replay = max(captured, default=(float("nan"),) * 2)
-            both = (f"{milliseconds[on]:.2f}" for on in (False, True))
-            yield name, rows, *both, len(captured), f"{seconds:.3f}", f"{replay:.3f}"
+                    decode(8)  # warms up
+                    row[title] = f"{timed(decode, tokens)[0] / tokens * 1e3:.2f}"
+            capture, replay = of_graph(decode, median_replay) or (float("nan"), float("nan"))
+            yield row | {"seconds of a capture": f"{capture:.3f}", "ms of a replay": f"{replay * 1e3:.3f}"}
 
 
-def seconds_of_updates(lm, width):
-    """Of the forward and backward pass of a micro-batch of 8 rows: the second best of six."""
+def micro_batch(args, lm):
+    """A function with the forward and backward pass of 8 rows of 384 tokens."""
     from common.lm.logprobs import line_logprobs
 
-    ids = torch.randint(3, lm.config.vocab_size, (8, width)).tolist()
+    ids = torch.randint(3, lm.config.vocab_size, (8, 32 if args.tiny else 384)).tolist()
     lines = [[(row, [-100, *row[1:]])] for row in ids]
 
     def step():
@@ -306,67 +340,141 @@ def seconds_of_updates(lm, width):
             loss = -line_logprobs(lm, lines)[0].mean()
         loss.backward()
 
-    seconds = sorted(timed(step)[0] for _ in range(6))
-    lm.zero_grad()
-    return seconds[1]
+    return step
 
 
 def update(args, folder):
-    """Micro-batches of 8 rows of 384 tokens."""
-    yield "side", "ms", "tokens/s", f"fraction of {PEAK / 1e12:.0f} TFLOP/s"
+    """The second best of six."""
     lm = build(args, "qwen3-0.6b").train()
-    width = 32 if args.tiny else 384
+    step = micro_batch(args, lm)
     weights = sum(weight.numel() for weight in lm.parameters())
     for side in ("each casts the weights", "they are cast already"):
         with torch.autocast(DEVICE.type, enabled=False) if side == "they are cast already" else nullcontext():
-            seconds = seconds_of_updates(lm, width)
-        rate = 8 * width / seconds
-        yield side, f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{6 * weights * rate / PEAK:.3f}"
+            seconds = sorted(timed(step)[0] for _ in range(6))[1]
+        lm.zero_grad()
+        rate = 8 * (32 if args.tiny else 384) / seconds
+        row = {"side": side, "ms": f"{seconds * 1e3:.1f}", "tokens/s": f"{rate:.0f}"}
+        yield row | {f"fraction of {PEAK / 1e12:.0f} TFLOP/s": f"{6 * weights * rate / PEAK:.3f}"}
 
 
-# ---- Page ------------------------------------------------------------------------------------------------------------
+def peers(args, folder):
+    """Tokens of 64 rows by graphs and by transformers' `generate`; steps of grpo, sft and dpo beside TRL's."""
+    from common.lm.sampling import sample
 
-PARTS = {part.__name__: part for part in (right, token, update, traces, again, tasks, steps)}
+    lm = build(args, "qwen3-0.6b")
+    rows, width, tokens = (3, 8, 8) if args.tiny else (64, 128, 64)
+    query = torch.randint(3, lm.config.vocab_size, (rows, width))
+    uniforms = torch.rand(rows, tokens, dtype=torch.float64).to(DEVICE)
+
+    def ours():
+        with graphs(True):
+            sample(lm, PADDING, query.tolist(), uniforms, [tokens] * rows)
+
+    def generate(**options):
+        ids = query.to(DEVICE)
+        options |= {"do_sample": True, "top_k": 0, "pad_token_id": 0, "min_new_tokens": tokens}
+        lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **options)
+
+    def tokens_of(side, function, rounded=False):
+        with autocast(not rounded):
+            function()  # warms up
+            seconds, _ = timed(function)
+        row = {"side": side, "ms a token": f"{seconds / tokens * 1e3:.2f}"}
+        return row | {"tokens/s": f"{rows * tokens / seconds:.0f}"}
+
+    yield tokens_of("plainrl", ours)
+    yield tokens_of("generate", generate)
+    if args.tiny:
+        return
+    if importlib.util.find_spec("trl"):
+        os.environ.setdefault("PEER_1_16", sys.prefix)
+    for algo in ("grpo", "sft", "dpo"):  # whose rows are for throughput/results.csv
+        words = f"{algo} --gpu --repeats 1 --results {args.out.resolve()}/throughput.csv --sides bf16 bf16-defaults"
+        subprocess.run([sys.executable, "benchmarks/throughput/run.py", *words.split(), "bf16-same-flags"], cwd=ROOT)
+    lm.bfloat16()  # a static cache has the type of the weights
+    static = partial(generate, cache_implementation="static")  # which transformers compiles
+    yield tokens_of("static and compiled, bfloat16 weights", static, rounded=True)
 
 
-def heading():
+def pretrained(args, folder):
+    """SmolLM2-135M learns sums: by grpo as on a CPU (curves/smollm2-answers), and with four times as many rows at once
+    after sft on the answers."""
+    from benchmarks.check import training_seconds
+    from benchmarks.tasks import pretrained as task
+
+    rows = [{"prompt": row["prompt"], "completion": f" {task.sum_of(row['prompt'])}\n"} for row in task.sums()]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = "benchmarks/tasks/pretrained.py"
+    grpo = "--config benchmarks/tasks/pretrained/grpo_sums.yaml"
+    sft = f"--model {file}:model --dataset {folder}/sums.jsonl --eval-prompts {file}:sums:split=test,copies=4 "
+    sft += f"--metric {file}:sum_metric --max-new-tokens 6 --batch-size 64 --total-steps 40 --eval-every 10"
+    larger = f"{grpo} --model {folder}/sft/hf_model --rollout-batch-size 256 --micro-batch-size 128 --batch-size 128"
+    for name, flags in {"grpo": grpo, "sft": sft, "grpo after sft": larger}.items():
+        run_dir = folder / name
+        run([f"algos/{name.split()[0]}.py", *flags.split(), "--run-dir", run_dir])
+        seconds = training_seconds(run_dir)
+        for record in read_jsonl(run_dir / "metrics.jsonl"):
+            if "eval/first_number" in record:
+                row = {"run": name, "step": record["step"], "seconds": f"{seconds.get(record['step'], 0.0):.1f}"}
+                yield row | {"share of right sums": f"{record['eval/first_number']:.3f}"}
+
+
+# ---- Command ---------------------------------------------------------------------------------------------------------
+
+# Seconds until a part ends at the latest. The first six are those of a command without flags.
+PARTS = {right: 45, profile: 60, token: 75, update: 30, peers: 200, pretrained: 140}
+PARTS |= {traces: 900, again: 900, tasks: 900}
+PARTS = {part.__name__: (part, seconds) for part, seconds in PARTS.items()}
+
+
+def where():
+    """The columns that all files begin with."""
     git = ["git", "describe", "--always", "--dirty"]
-    commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "accelerate")]
-    page = f"# {name}\n\nMade by `python benchmarks/gpu.py`, which explains the parts, at commit {commit.strip()};\n"
-    return f"{page}{', '.join(versions)}."
+    return {"device": device, "commit": commit, "versions": ", ".join(versions)}
+
+
+def measure(part, args):
+    """Runs a part, and appends its rows as they come."""
+    from benchmarks.throughput.measurement import append
+
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as common/launch.py does
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in PARTS[part][0](args, Path(folder)):
+            append(args.out / f"{part}.csv", where() | row)
+            print(part, *row.values(), sep=" | ", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:6])
     parser.add_argument("--algos", nargs="+", default="sft reward dpo ilql ppo grpo ddpo".split())
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time of traces and tasks")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 256, 512], help="of token")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no part begins")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time of traces, again and tasks")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64, 512], help="of token and profile")
+    parser.add_argument("--limit", type=float, default=570, help="seconds of all parts together")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("gpu.md"))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu")
+    parser.add_argument("--one", nargs="+", choices=PARTS, help=argparse.SUPPRESS)  # of the processes of the parts
     args = parser.parse_args()
+    for part in args.one or ():
+        measure(part, args)
     end = time.monotonic() + args.limit
-    args.left = lambda: end - time.monotonic()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as common/launch.py does
-    page = [heading()]
-    for part in args.parts:
-        if args.left() < 60:
-            break
-        page.append(f"\n## {part}\n")
+    for part in [] if args.one else args.parts:
+        seconds = max(0.0, min(PARTS[part][1], end - time.monotonic()))
+        begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", part]
+            process = subprocess.Popen(command, env=os.environ | {"TMPDIR": folder}, start_new_session=True)
             try:
-                for number, row in enumerate(PARTS[part](args, Path(folder))):
-                    page.append("| " + " | ".join(map(str, row)) + " |")
-                    if number == 0:
-                        page.append("|" + " --- |" * len(row))
-                    args.out.write_text("\n".join(page) + "\n")  # what there is, if it is stopped
-            except Exception as error:
-                page.append(f"\n```\n{type(error).__name__}: {error}\n```")
-        args.out.write_text("\n".join(page) + "\n")
-    print(args.out.read_text())
+                said = f"exit code {process.wait(seconds)}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                said = "stopped at its deadline"
+        print(f"{part}: {said}, {time.monotonic() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from harness import ROOT, at, by_default, command
 from helpers import log
 from test_ppo_modes import save_classifier
 
+from benchmarks import gpu
+from benchmarks.tables import read_csv
+
 START = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nimport device\ndevice.start("
 
 
@@ -110,15 +113,43 @@ def test_waits_of_decoding(scripts, work, tmp_path):
     assert sum(counts["copies"].values()) <= 5 + 2 * 2, counts["copies"]
 
 
-NEW = "right token update"
+# benchmarks/gpu.py on the device, in which passes become graphs of tests/graphs.py.
+SIMULATED = f"""{START}exact=False)
+import graphs
+from benchmarks import gpu
+from common.lm import graphs as cuda_graphs
+gpu.DEVICE = device.DEVICE
+cuda_graphs.capture = graphs.Graph
+cuda_graphs.never_waits = graphs.never_waits
+gpu.main()
+"""
+SLOW_ROWS = [{"right": 2, "token": 2, "peers": 2}, {"traces": 2, "again": 1}]
+ROWS = [{"update": 2, "profile": 54}, *(pytest.param(rows, marks=pytest.mark.slow) for rows in SLOW_ROWS)]
 
 
-@pytest.mark.parametrize("parts", [NEW, pytest.param("traces again steps", marks=pytest.mark.slow)])
-def test_the_page_of_a_gpu(parts, tmp_path):
-    argv = [sys.executable, ROOT / "benchmarks/gpu.py", "--tiny", "--algos", "sft", "--rows", "2", "3"]
-    argv += ["--out", "page.md", "--parts", *parts.split()]
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_rows_of_a_gpu(rows, tmp_path):
+    """How many of each part, in the columns of the rows that are stored."""
+    argv = [sys.executable, "-c", SIMULATED, *"--tiny --algos sft --rows 3 --out".split(), tmp_path, "--one", *rows]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-    page = (tmp_path / "page.md").read_text()
-    assert done.returncode == 0 and page.startswith("# no GPU\n") and "Error" not in page
-    assert page.count("\n| ") == {NEW: 4 + 6 + 4, "traces again steps": 2 + 2 + 2 + 1 + 2 + 4}[parts]
-    assert "**no**" not in page
+    assert done.returncode == 0, done.stderr
+    for part, count in rows.items():
+        found = read_csv(tmp_path / f"{part}.csv")
+        stored = ROOT / f"benchmarks/gpu/{part}.csv"
+        assert not stored.exists() or found[0].keys() == read_csv(stored)[0].keys(), part
+        assert len(found) == count and "**no**" not in str(found) and "nan" not in str(found), part
+        assert part != "right" or [row["rows that differ"] for row in found] == ["0", "0"]
+
+
+def test_kernels_and_gaps():
+    """The longest first. What runs beside another one leaves no gap."""
+    spans = [(3, 5, "a"), (4, 9, "void b"), (5, 6, "a"), (11, 12, "a"), (12, 13, "c")]
+    found = [[*row.values()][1:] for row in gpu.kernel_rows("replay", spans)]
+    kernels = [["b", 1, "5"], ["a", 3, "4"], ["c", 1, "1"]]
+    assert found == [*kernels, ["all kernels", 5, "10"], ["gaps between them", "", "2"]]
+
+
+def test_a_part_ends_at_its_deadline(tmp_path):
+    argv = [sys.executable, ROOT / "benchmarks/gpu.py", *"--tiny --parts update --limit 0 --out".split(), tmp_path]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("update: stopped at its deadline, 0 s") and not [*tmp_path.iterdir()]

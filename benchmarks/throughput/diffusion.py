@@ -7,6 +7,7 @@ systems start from the same weights and adapters and denoise the same noise, so 
 """
 
 import json
+import os
 
 import torch
 from measurement import ITERATIONS, column, figures, short_run
@@ -27,8 +28,7 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 DECAY = 1e-4
 NORM = 1.0
-MICRO = 16  # pairs of a forward pass
-PEER_BATCH = IMAGES // 4  # images of a forward pass of TRL, tuned
+MICRO = int(os.environ.get("MICRO", 4))  # pairs of a forward pass, of TRL those of as many images, except by default
 
 
 def rows():

@@ -7,8 +7,8 @@
     python benchmarks/throughput/run.py sft dpo --gpu       # on a GPU in bfloat16, with larger sizes
 
 Rows go to --results; what is there of this commit is not measured again, so a measurement that was stopped goes on.
-README.md is made from the results.csv of this folder. STEPS, ITERATIONS and FORCE are read from the environment
-(language.py, measurement.py).
+README.md is made from the results.csv of this folder. STEPS, ITERATIONS, MICRO and FORCE are read from the environment
+(language.py, diffusion.py, measurement.py).
 """
 
 import argparse

@@ -104,7 +104,7 @@ class TimedTrainer(trl.DDPOTrainer):
 
 
 def measure_ddpo(side, model):
-    sampled, trained = (1, 1) if side == "defaults" else (diffusion.IMAGES, diffusion.PEER_BATCH)
+    sampled, trained = (1, 1) if side == "defaults" else (diffusion.IMAGES, diffusion.MICRO)
     prompts = sum((diffusion.prompts(epoch + 1) for epoch in range(ITERATIONS)), [])
     noise = torch.cat([diffusion.noise(epoch + 1) for epoch in range(ITERATIONS)])
     config = trl.DDPOConfig(

@@ -133,7 +133,7 @@ def again(args, folder):
         first, *later = sorted((run_dir / "checkpoints").glob("step_*"))
         for checkpoint in later:
             shutil.rmtree(checkpoint)
-        (run_dir / "README.md").unlink()  # which says that the run is finished
+        shutil.rmtree(run_dir / "hf_model")  # without which no run is finished
         assert f"from step {int(first.name.removeprefix('step_'))}\n" in run(words)[1]
         found.append((run_dir / "metrics.jsonl").read_bytes())
         repeated, continued = (YES[lines == found[0]] for lines in found[1:])

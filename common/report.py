@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-LONGEST_CELL = 200  # characters of a sample in a table
+HALF_CELL = 100  # characters of each half of a long sample in a table
 
 
 class Screen:
@@ -84,8 +84,7 @@ def cell_text(value):
     if isinstance(value, float):
         return f"{value:.3g}"
     text = "not finite" if value is None else visible(str(value))
-    half = LONGEST_CELL // 2
-    return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"
+    return text if len(text) <= 2 * HALF_CELL else f"{text[:HALF_CELL]} ... {text[-HALF_CELL:]}"
 
 
 def table_of(rows, title=None, width=None):

@@ -117,9 +117,8 @@ class Args(RunArgs, ModelArgs):
     detach_value_trunk: bool = False
     """Train only the value head with the value loss, not the policy's blocks."""
     value_model: str | None = None
-    """Critic with a trunk of its own, given like --model: a language model, which gets a linear head of zeros, or a
-    classifier with one label, such as a reward model or the value_model/ of a run; --lora-r and --num-layers-unfrozen
-    count for it, too. Default: a value head on the policy's trunk."""
+    """Critic with a trunk of its own: a language model, which gets a linear head of zeros, or a classifier with one
+    label, such as a reward model or the value_model/ of a run. Default: a value head on the policy's trunk."""
     value_lr: Positive | None = None
     """Peak learning rate of the critic: of the value head alone, or with --value-model of all of it; default: --lr."""
     value_warmup: Natural = 0
@@ -222,10 +221,8 @@ class Args(RunArgs, ModelArgs):
         if self.kl_target is not None and self.kl_coef == 0:
             yield "--kl-target needs a --kl-coef above 0, which it adapts"
         if self.kl_target is not None and self.kl_horizon < self.rollout_batch_size:
-            yield (
-                f"--kl-horizon {self.kl_horizon} must be at least --rollout-batch-size {self.rollout_batch_size}, "
-                "or --kl-coef may become negative"
-            )
+            size = f"--rollout-batch-size {self.rollout_batch_size}"
+            yield f"--kl-horizon {self.kl_horizon} must be at least {size}, or --kl-coef may become negative"
         if self.value_warmup and self.value_warmup >= self.num_iterations:
             yield f"--value-warmup {self.value_warmup} leaves none of {self.num_iterations} iterations to the policy"
         if 0 < self.ratio_threshold <= 1:

@@ -66,8 +66,9 @@ FLAGS = {  # range: flags
         max_length max_new_tokens max_prompt_length micro_batch_size min_length_limit num_epochs num_inference_steps
         ppo_epochs rollout_batch_size stat_buffer_size stat_min_count steps_for_target_q_sync threads total_episodes
         total_steps""",
-    "at least 0": "eval_every lora_r save_every top_k warmup_steps",
-    "a positive number": "adv_clip_max awac_clip beta correction_limit epochs kl_target lora_alpha lr temperature",
+    "at least 0": "eval_every lora_r save_every top_k value_warmup warmup_steps",
+    "a positive number": """adv_clip_max awac_clip beta correction_limit epochs kl_target lora_alpha lr temperature
+        value_lr""",
     "0 or a positive number": """adam_eps awac_beta awac_scale betas center_coef cliprange cliprange_high
         cliprange_value cql_scale early_stop_kl eval_temperature kl_coef lr_final max_grad_norm missing_eos_penalty
         ratio_threshold score_clip sft_coef vf_coef weight_decay""",
@@ -94,7 +95,7 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
         "ppo_epochs": 4, "kl_coef": 0.05, "kl_kind": "kl", "kl_horizon": 10000, "gamma": 1.0, "lam": 0.95, "lr": 1e-5,
         "cliprange_value": 0.2, "vf_coef": 0.1, "value_head": "mlp", "value_head_init": "default", "adam_eps": 1e-5,
         "score_scaling": "none", "score_clip": 0.0, "missing_eos_penalty": 0.0, "early_stop_kl": 0.0,
-        "ratio_threshold": 0.0, "max_new_tokens": 53, "lr_schedule": "linear",
+        "ratio_threshold": 0.0, "max_new_tokens": 53, "lr_schedule": "linear", "value_warmup": 0,
     },
     "grpo": ROLLOUTS | {
         "ppo_epochs": 1, "kl_coef": 0.04, "group_size": 8, "advantage_kind": "std", "policy_loss": "clip",

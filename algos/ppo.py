@@ -667,11 +667,14 @@ def split_groups(optimizer, lm, args):
     """Moves the weights of the critic, all but those of lm, to groups of their own. In its first `still` iterations, a
     group has gradients, which AdamW's moments average, but a rate of 0."""
     of_policy = set(map(id, lm.parameters()))
-    for group in optimizer.param_groups[:]:
+    policy_groups = []
+    critic_groups = []
+    for group in optimizer.param_groups:
+        policy = [weight for weight in group["params"] if id(weight) in of_policy]
         critic = [weight for weight in group["params"] if id(weight) not in of_policy]
-        group["params"] = [weight for weight in group["params"] if id(weight) in of_policy]
-        optimizer.add_param_group(group | {"params": critic, "peak_lr": args.value_lr or args.lr, "still": 0})
-        group["still"] = args.value_warmup
+        policy_groups.append(group | {"params": policy, "still": args.value_warmup})
+        critic_groups.append(group | {"params": critic, "peak_lr": args.value_lr or args.lr, "still": 0})
+    optimizer.param_groups[:] = [group for group in policy_groups + critic_groups if group["params"]]
 
 
 def learning_rate(peak, step, total_steps, args):

@@ -357,8 +357,11 @@ def csv_table(file, first=0):
 def gpu_tables(parts):
     """What benchmarks/gpu.py has measured last on each device, a table a part."""
     lines = []
-    for part in filter(lambda part: Path(tables.ROOT, "benchmarks/gpu", f"{part}.csv").exists(), parts):
-        rows = tables.read_csv(tables.ROOT / f"benchmarks/gpu/{part}.csv")
+    for part in parts:
+        file = tables.ROOT / f"benchmarks/gpu/{part}.csv"
+        if not file.exists():
+            continue
+        rows = tables.read_csv(file)
         lines += ["", f"## {part}"]
         for device, commit in {row["device"]: row["commit"] for row in rows}.items():
             found = [row for row in rows if (row["device"], row["commit"]) == (device, commit)]

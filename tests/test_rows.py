@@ -38,7 +38,8 @@ F = answer("f")
 TURNS = [AB, CD, E, F]
 FOUR = ["ab", "cd", "e", "f"]
 SAMPLING = pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
-LM = SimpleNamespace(config=GPT2Config(n_positions=32), modules=list)  # scripts ask the model for its positions
+# scripts ask the model for its positions, and ppo for its critic
+LM = SimpleNamespace(config=GPT2Config(n_positions=32), modules=list, named_parameters=list)
 
 
 def refused(sentence):
@@ -1028,7 +1029,8 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     def told(data, args):
         """What is printed of them."""
         run = SimpleNamespace(args=args, accelerator=SimpleNamespace(num_processes=1), steps_per_iteration=1)
-        return script.summary(run, data)["data"]
+        policy = [LM] if script is ppo else []
+        return script.summary(run, data, *policy)["data"]
 
     data, args = encoded(script, rows, LM, letters, **longest)
     assert data.rows == [rows[0], rows[2], rows[3]] and data.queries == [[0, 1], [2], [3, 4, 5]]

@@ -49,17 +49,7 @@ import torch
 from common.cli import Count, Fraction, ModelArgs, Natural, NonNegative, Positive, RunArgs, Share, StopString, cli
 from common.errors import InputError
 from common.functions import build
-from common.launch import (
-    accumulate,
-    gather_list,
-    local_rows,
-    on_each,
-    on_main,
-    prepare,
-    reduce_sums,
-    require_finite,
-    unsharded,
-)
+from common.launch import accumulate, gather_list, local_rows, on_main, prepare, reduce_sums, require_finite, unsharded
 from common.lm.adapters import for_sampling
 from common.lm.chat import is_chat
 from common.lm.classifier import RewardModel
@@ -404,7 +394,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     reward_means = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     scores = list(map(summed, scores))
     if args.advantage_kind == "maxrl":
-        on_each(accelerator, refuse_negative, scores)
+        on_main(accelerator, refuse_negative, scores)
     episodes = [*map(Episode, rows, queries, responses, trained, ended, scores)]
     # 3. log-probabilities of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently; a single optimizer step computes the policy's itself
@@ -670,16 +660,12 @@ def update(run, model, optimizer, episodes, args):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluation_options(args):
-    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
-    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
-    return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
-
-
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model)
-    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **evaluation_options(args))
+    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
+    options = {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **options)
     run.samples(step, samples)
     return metrics
 

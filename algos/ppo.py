@@ -257,11 +257,8 @@ def last_tokens(mask):
 
 
 def token_rewards(scores, kl, mask, kl_coef):
-    """r_t = -kl_coef kl_t plus the score: on the last token for scores (B,), on each token for (B, R).
-
-    kl, mask: (B, R), right-padded. Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al.
-    2019, Eq. 2.
-    """
+    """r_t = -kl_coef kl_t plus the score: on the last token for scores (B,), on each token for (B, R). kl, mask: (B, R),
+    right-padded. Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al. 2019, Eq. 2."""
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
     if scores.ndim == 2:
         return rewards + torch.where(mask, scores, 0.0)
@@ -345,10 +342,8 @@ def value_loss(new_values, values, returns, cliprange_value):
 
 
 def next_kl_coef(kl_coef, kl, target, horizon, n):
-    """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after n episodes of mean sequence KL `kl`.
-
-    Source: Ziegler et al. 2019, Sec. 2.2. n <= horizon keeps beta positive.
-    """
+    """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after n episodes of mean sequence KL `kl`. n <= horizon
+    keeps beta positive. Source: Ziegler et al. 2019, Sec. 2.2."""
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
@@ -507,18 +502,17 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
         scores, columns = on_main(accelerator, data.reward, rows, given, list(map(len, responses)))
     reward_means = {f"reward/{name}": sum(values) / len(values) for name, values in columns.items()}
     episodes = [*map(Episode, rows, queries, responses, trained, ended, scores)]
+
     # 3. log-probabilities and values of the policy, log-probabilities of the reference
     # computed as in training, because sampling rounds differently
-    store_columns(accelerator, episodes, args, partial(read_lines, accelerator, model, ref, args.temperature))
+    def columns_of(lines):
+        logprobs, values, entropies = model(lines, temperature=args.temperature, also=token_entropies)
+        with accelerator.autocast():  # ref is not prepared: nothing else casts for it
+            ref_logprobs, _, _ = line_logprobs(ref, lines, args.temperature)
+        return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
+
+    store_columns(accelerator, episodes, args, columns_of)
     return episodes, reward_means
-
-
-def read_lines(accelerator, model, ref, temperature, lines):
-    """{field of Episode: (n,)} of a micro-batch, by policy and reference."""
-    logprobs, values, entropies = model(lines, temperature=temperature, also=token_entropies)
-    with accelerator.autocast():  # ref is not prepared: nothing else casts for it
-        ref_logprobs, _, _ = line_logprobs(ref, lines, temperature)
-    return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
 
 @torch.no_grad()
@@ -787,16 +781,12 @@ def update(run, model, optimizer, episodes, args):
 # ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def evaluation_options(args):
-    """How responses of evaluations are sampled: options of `evaluate_samples` and `evaluate_sets`."""
-    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
-    return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
-
-
 def evaluate(run, step, model, tokenizer, data, args):
     """Metrics: the mean reward and --metric on sampled responses. Logs the samples."""
     lm = run.accelerator.unwrap_model(model).lm
-    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **evaluation_options(args))
+    names = ("seed", "max_new_tokens", "top_k", "top_p", "stop", "decode_batch_size")
+    options = {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
+    metrics, samples = evaluate_sets(run.accelerator, model, lm, tokenizer, data, **options)
     run.samples(step, samples)
     return metrics
 

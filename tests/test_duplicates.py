@@ -67,7 +67,7 @@ RULES = ("__post_init__", "problems")
 
 def args_read(paths):
     """Names of the attributes of `args` (or `self.args`) that the files read, also in methods of Args and by the names
-    in `evaluation_options`, not counting the rules between flags."""
+    of options of evaluations, not counting the rules between flags."""
     read = set()
     for path in paths:
         tree = ast.parse(path.read_text())
@@ -79,8 +79,8 @@ def args_read(paths):
             for node in ast.walk(part):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners:
                     read.add(node.attr)
-                if isinstance(node, ast.FunctionDef) and node.name == "evaluation_options":
-                    read |= set(ast.literal_eval(node.body[1].value))
+                if isinstance(node, ast.Assign) and ast.unparse(node).startswith("names = ('seed', "):
+                    read |= set(ast.literal_eval(node.value))
     return read
 
 

@@ -174,8 +174,7 @@ def write_text(path, text):
 
 
 def keep_lines(path, step, lacks_evaluation):
-    """Keeps the lines of a JSONL file up to a step, without its evaluation if it lacks that, and drops a last line that
-    is incomplete after a kill."""
+    """Keeps the whole lines of a JSONL file up to a step, without its evaluation if it lacks that."""
     if not path.exists():
         return
     kept = []

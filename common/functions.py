@@ -66,8 +66,7 @@ library_warnings.emit = say_warning
 
 @contextlib.contextmanager
 def loading(flag, name):
-    """Inside, an exception becomes an InputError with its message, and warnings of transformers are printed in the
-    first process of all, but no bars."""
+    """Inside, an exception becomes an InputError with its message, and transformers prints warnings, but no bars."""
     from transformers.utils import logging as transformers_logging
 
     screen.show(f"loading {flag}")
@@ -115,8 +114,8 @@ def load_function(spec, flag):
 
 @functools.cache
 def import_file(path, source):
-    """The module of a file, imported under its own name, once for each version of its source. What it imports may lie
-    beside it; InputError where something else has that name, as an installed library or the file of another flag."""
+    """The module of a file, imported once for each version of its source. What it imports may lie beside it;
+    InputError where something else has that name, as an installed library or the file of another flag."""
     sys.path.append(str(path.parent))
     # Python has put the scripts' folder first, which has a reward.py
     sys.path.sort(key=str(ROOT / "algos").__eq__)

@@ -70,8 +70,7 @@ def is_sharded(accelerator):
 
 def prepare(accelerator, model, optimizer, *frozen):
     """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2 with the weights of
-    the optimizer. frozen: models without gradients, or None, which FSDP2 shards in the same way. They have no backward
-    pass, so no part of them stays gathered."""
+    the optimizer. frozen: models without gradients (or None): they are sharded, too, and no part stays gathered."""
     model = accelerator.prepare(model, optimizer)[0]
     if is_sharded(accelerator):
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model

@@ -50,8 +50,7 @@ class Screen:
             self.progress.advance(self.part, count)
 
     def say(self, text):
-        """Prints text above the line, in the first process of all. Line ends stay; other control characters are
-        written out."""
+        """Prints text above the line, in the first process of all, with control characters written out."""
         if os.environ.get("RANK", "0") != "0" and os.environ.get("WORLD_SIZE", "1") != "1":
             return
         text = visible_lines(text)

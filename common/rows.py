@@ -1,5 +1,4 @@
-"""Rows of files, hub datasets, lists and functions. A bad row gives an InputError that names the flag, the row and
-the column."""
+"""Rows of files, hub datasets, lists and functions. A bad one gives an InputError that names flag, row and column."""
 
 import ast
 import io

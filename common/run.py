@@ -34,9 +34,8 @@ _open = []  # open runs of this process
 
 
 def leave_runs():
-    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits until
-    they are gone, so a child needs the default handler, which acts even where Python's code does not go on. What
-    arrives before the handlers are reset would be lost: SIGTERM is blocked during a fork."""
+    """Called in a child that a reward has forked. A multiprocessing.Pool ends its children by SIGTERM and waits, so
+    they need the default handler. What arrives before that would be lost: SIGTERM is blocked during a fork."""
     while _open:
         for number, handler in _open.pop().handlers.items():
             signal.signal(number, handler)
@@ -57,8 +56,7 @@ OUT_OF_MEMORY = (
 
 
 def closes_run(main):
-    """Decorator of main: sets seeds and threads before user functions run, and closes the run however main ends. Out of
-    memory becomes an InputError that names the flags that help."""
+    """Decorator of main: seeds and threads before user functions run; closes the run however main ends."""
 
     @functools.wraps(main)
     def wrapped(args):
@@ -67,10 +65,8 @@ def closes_run(main):
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of its import, until `loading`
-        warnings.filterwarnings(
-            "ignore",
-            "fan_in_fan_out is set to False|The following \\w+_pattern keys|Synchronization debug mode is a prototype",
-        )
+        ignored = "fan_in_fan_out is set|The following \\w+_pattern keys|Synchronization debug mode is a prototype"
+        warnings.filterwarnings("ignore", ignored)
         screen.start()
         screen.show("loading libraries")
         try:
@@ -199,9 +195,9 @@ class Run:
         self.dir = folder.absolute()
 
     def check_inputs(self, data, **models):
-        """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}). Raises an
-        InputError if the run in this directory began with others, as another commit of the hub, or if the processes
-        have read different ones: a function may return rows in another order, or draw a model, in each."""
+        """Notes the rows and tokens in the fields of data, and the weights of models ({flag: model or None}).
+        InputError if this run began with others, as another commit of the hub, or if the processes have read different
+        ones: a function may return other rows in each."""
         flags = {"eval_sets": "--eval-dataset", "prompts": "--eval-prompts"}
         for name, value in vars(data).items():
             if isinstance(value, list | dict):
@@ -337,7 +333,7 @@ class Run:
 
     def save(self, step, export):
         """Ends an iteration: prints its metrics, exports the model if its evaluation is the best so far, and writes a
-        checkpoint then, every --save-every steps or ten minutes, at the end and after a signal. Collective."""
+        checkpoint if one is due. Collective."""
         if step > self.first_step:
             # "train/loss" becomes "loss", and "eval/loss" becomes "eval loss"
             labels = {name: name.replace("eval/", "/eval ").partition("/")[2] for name in self.shown}
@@ -439,8 +435,7 @@ class Run:
             file.write("".join(lines))
 
     def log(self, step, metrics, **counts):
-        """Notes that an iteration is complete, and writes its lines. counts: of tokens, episodes and so on,
-        whose rates go to perf.jsonl."""
+        """Notes that an iteration is complete, and writes its lines. counts: {name: number}, whose rates it adds."""
         self.stepped = True
         self.kept.step = step
         self.kept.iteration = self.iteration
@@ -485,8 +480,7 @@ class Run:
         on_main(self.accelerator, checkpoint.export_model, lm, weights, tokenizer, self.dir / name, whole)
 
     def finish(self, export, prompt, usage):
-        """Exports the model, prints the last lines, writes the card and marks the run as finished. Returns `result`.
-        prompt, usage: as `lines_of_use` returns them."""
+        """Exports the model, prints and writes the last lines. Returns `result`. prompt, usage: of `lines_of_use`."""
         if self.args.check:
             peak = peak_memory_mb(self.accelerator.device)
             whole = timedelta(seconds=round(sum(self.seconds.values()) * self.num_iterations))

@@ -1,5 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685): peft's layers without its wrapper, which renames weights and lacks methods of a
-transformers model."""
+"""LoRA adapters (arXiv 2106.09685): peft's layers without its wrapper, which renames weights and lacks methods."""
 
 import contextlib
 import os

@@ -53,8 +53,7 @@ class RewardModel:
         return scores
 
     def score_all(self, accelerator, samples, ended):
-        """Scores of the texts, a list of floats on every process, each of which scores a share. Texts in `ended` get an
-        end token. NotFinite if a score is not."""
+        """Scores of the texts, a list of floats on every process. Each scores a share. NotFinite if a score is not."""
         local = local_rows(accelerator, len(samples))
         with accelerator.autocast():
             own = self([samples[row] for row in local], [ended[row] for row in local])

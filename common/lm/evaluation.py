@@ -28,8 +28,7 @@ def summed(score):
 
 
 def respond(accelerator, lm, tokenizer, queries, *, seed, max_new_tokens, decode_batch_size, stop, **options):
-    """Responses (ids) to queries (lists of ids), on every process, always by the same draws. options: temperature,
-    top_k and top_p of `sample`."""
+    """Responses (ids) to queries (lists of ids), on every process, by the same draws. options: those of `sample`."""
     local = local_rows(accelerator, len(queries))
     found = {}
     screen.show("evaluating", len(local))
@@ -44,8 +43,7 @@ def respond(accelerator, lm, tokenizer, queries, *, seed, max_new_tokens, decode
 
 
 def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=None, rollout=None, **options):
-    """({name: mean}, samples) of a metric function and a reward (None: not used) on sampled responses; a sample is one
-    dict per row. options: those of `respond`."""
+    """({name: mean}, samples: a dict for each row) of a metric function and a reward. options: those of `respond`."""
     if rollout is None:
         responses = respond(accelerator, lm, tokenizer, queries, **options)
         ended = have_ended(lm, tokenizer, queries, responses, options["stop"])
@@ -90,8 +88,7 @@ def evaluate_sets(accelerator, model, lm, tokenizer, data, **options):
 
 
 def log_episodes(run, tokenizer, episodes, advantages):
-    """Writes episodes to rollouts.jsonl: responses up to the last trained token, with what is not trained in brackets.
-    advantages: a number for each."""
+    """Writes episodes to rollouts.jsonl: responses up to the last trained token, [what is not trained] in brackets."""
     for episode, advantage in zip(episodes, advantages, strict=True):
         begin = len(episode.query)
         output = marked(tokenizer, episode.ids[begin:], [label != -100 for label in episode.labels[begin:]])

@@ -173,8 +173,7 @@ def saved_heads(path, name, revision=None, required=False):
 
 
 def make_reference(args, path, lm, tokenizer):
-    """The reference, without gradients: the model of --ref-model, or without a path a copy of lm as it is now. Call it
-    before a checkpoint is loaded."""
+    """The reference, without gradients: the model at path, or a copy of lm as it is before a checkpoint is loaded."""
     if path:
         ref, ref_tokenizer = load_model(args, path, "--ref-model")
         if ref_tokenizer.get_vocab() != tokenizer.get_vocab():

@@ -94,8 +94,7 @@ def token_logprobs(model, labels, places, temperature=1.0, also=None, **inputs):
 
 
 def compute_pairs(accelerator, function, pairs, lengths, batch_size):
-    """(2, N), in float64 on every process: function(pairs) -> (2, b) of all pairs, whose lengths are given.
-    Each process computes a share."""
+    """(2, N), float64, on every process: function(pairs) -> (2, b) of all pairs, of which each computes a share."""
     local = local_rows(accelerator, len(pairs))
     numbers = torch.empty(len(local), 2, dtype=torch.float64, device=accelerator.device)
     screen.show("scoring pairs", len(local))

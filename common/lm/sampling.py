@@ -1,5 +1,4 @@
-"""The decoding loop of rollouts and evaluations. Every token is a keyed draw, so a response depends on the seed and on
-its position among the queries alone."""
+"""The decoding loop. Every token is a keyed draw: a response depends on the seed and its place among the queries."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""What a model allows (padding, packing, positions, blocks to freeze), found by trying it: no architecture has a branch
-here."""
+"""What a model allows (padding, packing, positions, blocks to freeze), found by trying it, without lists of names."""
 
 import math
 from unittest.mock import patch
@@ -149,8 +148,7 @@ def reads_padding(lm):
 
 
 def can_pack(lm, packing, say):
-    """Whether several rows may share a line: packing is on, and the model keeps apart what begins at position 0. Says
-    why not."""
+    """Whether several rows may share a line: --packing, and a model that keeps apart what begins at position 0."""
     if not packing or lm.config.is_encoder_decoder:
         return False
     is_flash = "flash" in str(lm.config._attn_implementation)  # which keeps rows apart only in a single line

@@ -1,5 +1,4 @@
-"""Tokens: rows to token ids, ids to texts, padding, and lines. A line is what the model reads in one row: an example
-(ids, labels, ...), or with packing several."""
+"""Rows to ids, ids to texts, and lines: what a model reads in one row, an example (ids, labels, ...) or several."""
 
 import functools
 import itertools
@@ -186,8 +185,8 @@ def without(rows, left_out):
 
 
 def decode(tokenizer, queries, responses, stops):
-    """Texts of responses to queries, without special tokens that begin, end or pad a text or are unknown, cut before a
-    stop string and the space ahead of it."""
+    """Texts of responses to queries, without special tokens that begin, end or pad them or are unknown, and cut before
+    a stop string and the space ahead of it."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     others = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     marks = special & {*row_ends(tokenizer), *others}
@@ -205,8 +204,7 @@ def decode(tokenizer, queries, responses, stops):
 
 
 def longest_first(lengths, batch_size):
-    """Places in lengths, in lists of at most batch_size. Rows of similar length have little padding, and with the
-    longest first a lack of memory shows at once."""
+    """Places in lengths, in lists of at most batch_size: little padding, and a lack of memory shows at once."""
     places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     return [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
 

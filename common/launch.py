@@ -53,7 +53,7 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
         raise InputError("use --mixed-precision bf16 or no: fp16 is not supported")
     if accelerator.distributed_type in ("DEEPSPEED", "MEGATRON_LM"):  # whose backward passes step the optimizer
         raise InputError("launch without DeepSpeed and Megatron-LM: the processes work together by DDP or FSDP2")
-    if is_sharded(accelerator):
+    if accelerator.distributed_type == "FSDP":
         if not (fsdp and accelerator.is_fsdp2):
             raise InputError("FSDP: set fsdp_version to 2; ddpo.py needs whole weights, so launch it without FSDP")
         # accelerate's own policy would add up gradients in bfloat16, and round log-probabilities and values to it
@@ -64,15 +64,11 @@ def launch(mixed_precision, dtype, batch_size, deterministic, fsdp=True):
     return accelerator
 
 
-def is_sharded(accelerator):
-    return accelerator.distributed_type == "FSDP"
-
-
 def prepare(accelerator, model, optimizer, *frozen):
     """The model as the processes train it together: wrapped by DDP, or sharded in place by FSDP2 with the weights of
     the optimizer. frozen: models without gradients (or None): they are sharded, too, and no part stays gathered."""
     model = accelerator.prepare(model, optimizer)[0]
-    if is_sharded(accelerator):
+    if accelerator.is_fsdp2:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         for other in filter(None, frozen):
@@ -153,7 +149,7 @@ def accumulate(accelerator, model, micro_batches):
     # but spans the step, so weights are cast once a step, unless the backward pass recomputes.
     with torch.autocast(accelerator.device.type, enabled=False):
         for micro_batch in micro_batches:
-            exchanges = micro_batch is micro_batches[-1] or is_sharded(accelerator)
+            exchanges = micro_batch is micro_batches[-1] or accelerator.is_fsdp2
             if exchanges and accelerator.num_processes > 1:
                 # gradients of casts that are older than the micro-batch come last: nothing would be exchanged before
                 torch.clear_autocast_cache()

@@ -20,7 +20,9 @@ from common.errors import InputError
 from common.launch import on_each, on_main, set_threads
 from common.run import closes_run
 
-PLAIN = SimpleNamespace(no_sync=nullcontext, distributed_type="NO", device=torch.device("cpu"), num_processes=1)
+PLAIN = SimpleNamespace(
+    no_sync=nullcontext, distributed_type="NO", is_fsdp2=False, device=torch.device("cpu"), num_processes=1
+)
 
 
 @pytest.fixture(autouse=True)

@@ -119,8 +119,7 @@ def read_config(path, args_class, skips_unknown=False):
 
 
 def foreign_words(words, args_class, script):
-    """A sentence for each flag that only a row of algos/MIGRATION.md knows, of the script's own section if it is there,
-    and for each flag that is on or off and has a value, as in `--check true`."""
+    """A sentence for each flag that only algos/MIGRATION.md knows, from the script's own section if it is there."""
     page = ROOT / "algos/MIGRATION.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""  # a script in a single file has no such page
     sections = {section.partition("\n")[0]: section for section in text.split("\n## ")}
@@ -137,10 +136,6 @@ def foreign_words(words, args_class, script):
         for near in difflib.get_close_matches(flag, said.keys() - types.keys(), n=1, cutoff=0.85):
             whose = "" if near == flag else f" of {near}"
             sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
-    for flag, value in re.findall(r"--(?:no[-_])?([\w-]+)[= ](\w+)", " ".join(words)):
-        name = flag_of(flag)
-        if types.get(name) is bool and value.lower() in yaml.SafeLoader.bool_values:
-            sentences.append(f"{name} takes no value: give {name} or --no-{name[2:]}")
     return sentences
 
 

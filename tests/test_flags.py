@@ -462,17 +462,6 @@ def test_a_name_from_elsewhere_is_told(algo, word, sentence):
         parse(["--lr", "1", word], SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
 
 
-SWITCHES = ["--check true", "--gradient_checkpointing=True", "--no-packing off", "--packing on --lr 1"]
-
-
-@pytest.mark.parametrize("words", SWITCHES)
-def test_a_switch_takes_no_value(words):
-    flag = re.match("--(no-)?([a-z_]+)", words)[2].replace("_", "-")
-    with pytest.raises(InputError, match=f"^--{flag} takes no value: give --{flag} or --no-{flag}$"):
-        parse(words.split(), sft.Args)
-    parse("--model m --dataset d --check --metric true --mixed-precision no".split(), sft.Args)
-
-
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
 

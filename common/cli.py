@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import math
 import os
@@ -130,13 +129,8 @@ def foreign_words(words, args_class, script):
             for name in re.findall(r"`(?:\w+Config\.)?(\w+)`", theirs):
                 said.setdefault(flag_of(name), f"{where}{here}. {note}".rstrip(". "))
     given = {flag_of(word[2:].partition("=")[0]) for word in words if re.match("--[A-Za-z]", word)}
-    types = {flag_of(field.name): field.type for field in dataclasses.fields(args_class)}
-    sentences = []
-    for flag in sorted(given - types.keys()):  # tyro knows what is like a flag of ours
-        for near in difflib.get_close_matches(flag, said.keys() - types.keys(), n=1, cutoff=0.85):
-            whose = "" if near == flag else f" of {near}"
-            sentences.append(f"there is no {flag} here; algos/MIGRATION.md says{whose}: {said[near]}")
-    return sentences
+    given -= {flag_of(field.name) for field in dataclasses.fields(args_class)}
+    return [f"there is no {flag} here; algos/MIGRATION.md says: {said[flag]}" for flag in sorted(given & said.keys())]
 
 
 # ---- Flags ----------------------------------------------------------------------------------------------------------

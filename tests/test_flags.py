@@ -450,8 +450,6 @@ ELSEWHERE = [  # script, a word, what is said of it
     ("sft", "--optim", f"{SAYS} gone. AdamW; for another optimizer change one line in a copy"),
     ("sft", "--init-kl-coef", f"{SAYS} ppo.py has `--kl-coef`"),
     ("grpo", "--beta", f"{SAYS} `--kl-coef`"),
-    ("sft", "--leraning-rate", "algos/MIGRATION.md says of --learning-rate: `--lr`"),
-    ("dpo", "--lr-scheduler-typ=1", "algos/MIGRATION.md says of --lr-scheduler-type: `--lr-schedule`"),
 ]
 
 

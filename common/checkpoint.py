@@ -79,8 +79,7 @@ def unpack_state(path, state, model, optimizer, frozen):
 
 
 def write_checkpoint(run_dir, files, state, keep):
-    """Writes checkpoints/step_XXXXXXXX, and only then removes others: all but the newest `keep` and the best, and those
-    of a run that this one continues under other flags."""
+    """Writes checkpoints/step_XXXXXXXX, and only then removes all but the newest `keep` of this run and the best."""
     folder = Path(run_dir) / "checkpoints"
     with replacing(folder / f"step_{state['step']:08d}") as temporary:
         for name, tensors in files.items():

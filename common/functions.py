@@ -184,8 +184,8 @@ def call_function(function, name, rows, given):
 
 
 def call_reward(function, name, rows, given, lengths=None):
-    """(scores, others) of a reward function: one float per row, or, if lengths (one per row) are given, a list with one
-    float per token of the response. others: {column: values per row} if it returned these beside "score"."""
+    """(scores, others) of a reward function: a float per row, or if lengths are given, also a list with one per token
+    of the response. others: {column: values per row} if it returned these beside "score"."""
     scores = call_function(function, name, rows, given)
     others = dict(scores) if isinstance(scores, dict) else {}
     scores = others.pop("score", scores)

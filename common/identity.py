@@ -78,9 +78,8 @@ def sha256(*paths):
 
 
 def files_of_flag(value):
-    """The files that a flag's value names: by a path, a spec string, several of these separated by commas, or an option
-    of a function. Of a directory: those in it and one level down (parts of a pipeline, splits of a dataset); of one
-    that an option names, none, since the function may write there."""
+    """The files that a flag's value names: by a path, a spec string, several at commas, or an option of a function. Of
+    a directory: those in it and one level down; of one that an option names, none: the function may write there."""
     text = str(value) if isinstance(value, str | Path) else ""
     specs = [text, text.rpartition(":")[0], *text.split(",")]  # also without a classifier's label
     options = re.findall(r"=([^,]*\w[^,]*)", text)
@@ -96,8 +95,8 @@ def files_of_flag(value):
 
 
 def imported_files():
-    """The files of the user's modules: of all that are loaded but Python's, installed ones, common/, those of flags
-    (which count anyway) and the program that calls `main`. What a function imports later is not among them."""
+    """The files of modules that are loaded, but for Python's, installed ones, common/, those of flags, which count
+    anyway, and the program that calls `main`."""
     files = set()
     for name, module in sys.modules.items():
         path = Path(getattr(module, "__file__", None) or "")

@@ -112,9 +112,8 @@ def set_threads(threads=None):
 
 
 def choose_products():
-    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow with AVX-512 (TRL's `same-flags` and
-    `tuned` of ppo in benchmarks/throughput/results.csv differ in this alone). torch does so at "medium", which lets a
-    CPU round to bfloat16: one that does stays at "highest"."""
+    """Lets oneDNN multiply float32 matrices on AMD's CPUs, where MKL is slow (benchmarks/throughput/results.csv: TRL's
+    `same-flags` and `tuned` of ppo). torch does so at "medium"; one that then rounds to bfloat16 stays at "highest"."""
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "AuthenticAMD" in cpu.read_text(encoding="utf-8"):
         torch.set_float32_matmul_precision("medium")
@@ -126,8 +125,7 @@ def choose_products():
 def keep_freed_memory():
     """Lets the process keep the memory that it has freed. By default glibc returns large blocks to the system at once,
     which then has to clear every page of the next micro-batch's activations anew."""
-    # By default oneDNN keeps the kernels of 1,024 shapes, which land where large blocks were: the process then grows
-    # with every new length of rows. It reads this variable before the first product.
+    # by default oneDNN keeps kernels of 1,024 shapes where large blocks were: the process grows with every new length
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
@@ -145,8 +143,7 @@ def peak_memory_mb(device):
 def accumulate(accelerator, model, micro_batches):
     """Yields the micro-batches of an optimizer step. Processes exchange gradients in the last one; under FSDP2 in each,
     or every process would keep whole gradients in between."""
-    # Autocast keeps its casts of the weights until the outermost of its contexts ends. This one casts nothing itself,
-    # but spans the step, so weights are cast once a step, unless the backward pass recomputes.
+    # autocast keeps casts of weights until its outermost context ends: this one spans the step, for one cast a step
     with torch.autocast(accelerator.device.type, enabled=False):
         for micro_batch in micro_batches:
             exchanges = micro_batch is micro_batches[-1] or accelerator.is_fsdp2

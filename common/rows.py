@@ -33,9 +33,8 @@ CHATS = {"messages", "prompt", "completion", "chosen", "rejected", "tools", "cha
 
 
 def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None, rollout=None, given=TEXT_ARGUMENTS):
-    """What these flags name: rows, eval_sets ({name: rows}), prompts to sample from for a metric, and reward, metric
-    and rollout, called as `call_reward` and so on. A reward model is None here: it is loaded after the policy. given:
-    the keyword arguments of reward and metric besides the rows' columns, which must fit them."""
+    """What these flags name: rows, eval_sets ({name: rows}), prompts of a metric, and reward (None for a model), metric
+    and rollout, called as `call_reward`. given: keyword arguments of reward and metric besides the rows' columns."""
     is_model = isinstance(reward, str) and not re.search(r"\.py(:|$)", reward)
     reward_function = None if is_model else load_function(reward, "--reward")
     metric_function = load_function(metric, "--metric")

@@ -89,9 +89,9 @@ def closes_run(main):
 
 class Run:
     """One run directory, and what every loop needs from it. dir: its absolute path (a user's function may change the
-    working directory), None with --check; path: the same as printed. checkpoint, loaded: what to continue from, or None
-    and {}. finished: whether the run is complete. same: whether what to continue is part of this run. Optimizer steps:
-    first_step is where this process starts, step the end of the iteration at hand, total_steps that of the run."""
+    working directory), None with --check; path: as printed. checkpoint, loaded: what to continue from, or None and {}.
+    same: whether that is part of this run. first_step, step, total_steps: optimizer steps where this process starts,
+    at the end of the iteration at hand, and of the run."""
 
     def __init__(self, args, script, fsdp=True):
         self.args = args
@@ -213,16 +213,14 @@ class Run:
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
-            kept = "weights are kept by --revision or a directory, what a template writes by --template-options"
-            how = f"give --resume never to start anew, or --resume {self.path} to go on with these ({kept})"
+            how = f"give --resume never to start anew, or --resume {self.path} to go on with these"
             lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 
     def begin(self, model, optimizer, pretrained, iterations, shown, steps_per_iteration=1, evaluates=True, **state):
-        """Loads model and optimizer from the checkpoint, if there is one. Returns the running quantities, which all
-        checkpoints keep, as attributes: as given in state or loaded. Collective. pretrained: that of --model, whose
-        frozen weights checkpoints leave out. iterations: of the whole run. shown: metrics of status line, picture and
-        card, the headline first. evaluates: whether there is anything to evaluate."""
+        """Loads model and optimizer from the checkpoint, if there is one. Returns the quantities that checkpoints keep,
+        as attributes: of state, or loaded. Collective. pretrained: that of --model, whose frozen weights checkpoints
+        leave out. iterations: of the whole run. shown: metrics of status line, picture and card, the headline first."""
         self.model = model
         self.optimizer = optimizer
         self.frozen = checkpoint.frozen_weights(pretrained)
@@ -249,8 +247,7 @@ class Run:
         return self.kept
 
     def _begin(self):
-        """Makes the directory this run's, just before its first lines are written, on rank 0. Lines of later steps go;
-        later checkpoints go when the first one of this run is there."""
+        """Makes the directory this run's, on rank 0, before its first lines are written. Lines of later steps go."""
         self.begun = True
         env = self.identity | identity.environment(self.accelerator)
         env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
@@ -320,8 +317,8 @@ class Run:
         return " + ".join(f"{part} {seconds:.2f} s" for part, seconds in self.seconds.items())
 
     def evaluation_due(self, step):
-        """True at the start, every --eval-every steps and at the end, except where a continued run has done it.
-        Seeds the global generators, so that user functions draw the same where an evaluation is repeated."""
+        """True at the start, every --eval-every steps and at the end, unless it is done. Seeds the global generators:
+        user functions draw the same where an evaluation is repeated."""
         if self.eval_every == 0 or 0 < step <= self.kept.evaluated:
             return False
         seed_libraries(int(rng(self.args.seed, "evaluation libraries", step).integers(2**32)))

@@ -1041,7 +1041,7 @@ def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     data, args = encoded(script, rows[:1], LM, letters, **sets, **longest)
     assert told(data, args) == "1 prompts; tokens: median 2, longest 2; first: 'ab'"
     assert data.eval_sets == {"x": (rows[2:], [[2], [3, 4, 5]])}
-    dropped = "{}: 1 of {} prompts are dropped, longer than --max-prompt-length 3\n"
+    dropped = "{}: 1 of {} prompts are dropped: --max-prompt-length 3\n"
     assert capsys.readouterr().out == dropped.format("--dataset", 4) + dropped.format("--eval-dataset x", 3)
     with refused("--eval-dataset x row 1: a prompt of 4 tokens and --max-new-tokens 29 exceed"):
         encoded(script, rows[:1], LM, letters, **sets, max_new_tokens=29)

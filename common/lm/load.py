@@ -17,8 +17,8 @@ from common.report import screen
 
 
 def load_pretrained(auto_class, args, path, flag, **keywords):
-    """(model, tokenizer, names of weights missing from the files) of a directory, a hub id, a LoRA adapter in one of
-    these, or a model. auto_class: a name in transformers. keywords go to from_pretrained."""
+    """(model, tokenizer, names of missing weights) of a directory or hub id, also of a LoRA adapter, or a model.
+    auto_class: a name in transformers. keywords go to from_pretrained."""
     if isinstance(path, str | Path):
         path = str(spec_path(str(path)) or path)
     revision = args.revision if flag == "--model" else None  # other flags name other repositories

@@ -52,8 +52,7 @@ LOOK_ON_GPU = 16  # the host has to wait for a GPU each time; what a row draws a
 @torch.no_grad()
 def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, top_k=0, top_p=1.0):
     """Responses to contexts, both lists of ids: at most limits[i] ids, of which the last may be an end token of the
-    model or complete a string of stop. draws: (B, R) float64 uniforms on the device. Rows that have ended leave the
-    batch and the key-value cache a few at a time. NotFinite if logits of a row that goes on are not."""
+    model or complete a string of stop. draws: (B, R) float64 uniforms on the device. NotFinite if logits are not."""
     device = draws.device
     ends = end_tokens(model)
     responses = [[] for _ in contexts]
@@ -90,8 +89,8 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
 
 
 class Decoder:
-    """Forward passes over rows that grow by a token in each. A model whose cache is none of the library's own kinds,
-    which rows can leave, reads all tokens in every pass."""
+    """Forward passes over rows that grow by a token in each. A cache of a model's own kind, which rows may be unable
+    to leave, is not used."""
 
     def __init__(self, model, contexts, limits, pad_id, device):
         """contexts: lists of ids. limits: how many ids may follow each."""

@@ -85,9 +85,7 @@ def encode_prompts(rows, tokenizer, max_new_tokens, limit, flag, max_length=None
         kept_rows.append(row)
         kept_ids.append(ids)
     if dropped := len(rows) - len(kept_rows):
-        screen.say(
-            f"{flag}: {dropped} of {len(rows)} prompts are dropped, longer than --max-prompt-length {max_length}"
-        )
+        screen.say(f"{flag}: {dropped} of {len(rows)} prompts are dropped: --max-prompt-length {max_length}")
     return kept_rows, kept_ids
 
 
@@ -180,17 +178,15 @@ def stopped(tokenizer, queries, responses, stops):
     return [any(stop in text for stop in stops) for text in texts]
 
 
-def without(rows, left_out):
-    return [[token for token in ids if token not in left_out] for ids in rows]
-
-
 def decode(tokenizer, queries, responses, stops):
     """Texts of responses to queries, without special tokens that begin, end or pad them or are unknown, and cut before
     a stop string and the space ahead of it."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     others = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     marks = special & {*row_ends(tokenizer), *others}
-    texts = texts_behind(tokenizer, without(queries, special), without(responses, marks))
+    heads = [[token for token in ids if token not in special] for ids in queries]
+    tails = [[token for token in ids if token not in marks] for ids in responses]
+    texts = texts_behind(tokenizer, heads, tails)
     # in the ids, since a stop string that ends a text is not in it
     with_stop = stopped(tokenizer, queries, responses, stops)
     for row, text in enumerate(texts):
@@ -255,8 +251,8 @@ def collate(lines, pad_id, no_label=-100):
 
 
 def pad_rows(rows, fill, begins=None, dtype=None, device=None):
-    """Tensor (B, T) of lists of different lengths, right-padded with fill. begins: a position in each row; these are
-    aligned in one column, so the lengths of the rows give left-padding. dtype: that of fill by default."""
+    """Tensor (B, T) of lists, right-padded with fill. begins: a position in each, which are aligned in one column: the
+    lengths of the rows give left-padding. dtype: that of fill by default."""
     begins = begins or [0] * len(rows)
     left = max(begins)
     aligned = [[fill] * (left - begin) + list(row) for row, begin in zip(rows, begins, strict=True)]

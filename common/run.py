@@ -213,7 +213,8 @@ class Run:
         before = self.loaded.get("inputs", {}) if self.same else {}
         changed = [name for name in before if self.inputs.get(name) != before[name]]
         if changed:
-            how = f"give --resume never to start anew, or --resume {self.path} to go on with these"
+            kept = "weights are kept by --revision or a directory, what a template writes by --template-options"
+            how = f"give --resume never to start anew, or --resume {self.path} to go on with these ({kept})"
             lines = [f"{name}: was {before[name]}, is {self.inputs.get(name)}" for name in changed]
             raise InputError("\n  ".join([f"{self.path} began with other inputs: {how}", *lines]))
 

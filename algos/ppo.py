@@ -257,8 +257,8 @@ def last_tokens(mask):
 
 
 def token_rewards(scores, kl, mask, kl_coef):
-    """r_t = -kl_coef kl_t plus the score: on the last token for scores (B,), on each token for (B, R). kl, mask: (B, R),
-    right-padded. Zero where mask is False. A row without tokens gets no score. Source: Ziegler et al. 2019, Eq. 2."""
+    """r_t = -kl_coef kl_t plus the score: on the last token for scores (B,), on each for (B, R). kl, mask: (B, R),
+    right-padded. Zero where mask is False. A row without tokens has no score. Source: Ziegler et al. 2019, Eq. 2."""
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
     if scores.ndim == 2:
         return rewards + torch.where(mask, scores, 0.0)

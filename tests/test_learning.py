@@ -8,9 +8,6 @@ import pytest
 from harness import BIN, ROOT
 from helpers import log
 
-from algos import ppo
-from common.cli import from_task
-
 pytestmark = pytest.mark.slow
 DATA_LEVEL = 0.3515
 
@@ -47,18 +44,3 @@ def test_first_command(algo, metric, start, tolerance, end, scripts, tmp_path):
     (tmp_path / "use.py").write_text(re.findall(r"^from transformers import pipeline.*\n.*$", result.stdout, re.M)[-1])
     assert "generated_text" in scripts.run([tmp_path / "use.py"], tmp_path).out
     assert "is finished" in scripts.run(command[2:], tmp_path).out
-
-
-def train(run_dir, **flags):
-    """Mean optimality at each evaluation."""
-    sizes = {"rollout_batch_size": 256, "batch_size": 256, "total_episodes": 1280, "eval_every": 40, "save_every": 0}
-    ppo.main(from_task(ppo.Args, ppo.TASK, run_dir=str(run_dir), threads=1, **sizes | flags))
-    return values(run_dir, "eval/optimality")
-
-
-def test_advantages_are_what_it_learns_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo, "masked_whiten", lambda x, mask: x * 0)
-    before, after = train(tmp_path / "zero", vf_coef=0.0, total_episodes=512)
-    assert before == after  # nothing else pushes the policy
-    before, after = train(tmp_path / "value-loss-alone")
-    assert after < before + 0.05  # the value loss moves the shared trunk, but not towards the reward

@@ -1011,15 +1011,6 @@ def test_training_rows_sets_and_prompts_of_a_script(letters, script):
         assert data.eval_sets == {} and data.prompts == []
 
 
-def test_sets_of_reward(letters):
-    data = SimpleNamespace(rows=[LONG], eval_sets={"": [LONG], "x": [LONG, LONG | {"rejected": LONG["chosen"]}]})
-    reward.encode(data, letters, 43)
-    pair = (int32([0, 1, *[2] * 40, EOS]), int32([0, 1, 3, EOS]), 0.0)
-    assert data.pairs == [pair] and data.eval_sets == {"": [pair], "x": [pair]}
-    assert data.texts == [("ab", "c" * 40, "d")] and data.eval_texts == {"": data.texts, "x": data.texts}
-    assert data.report.endswith("\n--eval-dataset x: 2 pairs, 0 dropped as longer than 43, 1 as equal")
-
-
 @SAMPLING
 def test_prompts_and_sets_of_ppo_and_grpo(letters, capsys, script):
     """Without an evaluation set, the first prompts are evaluated."""

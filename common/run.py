@@ -65,7 +65,7 @@ def closes_run(main):
         seed_libraries(args.seed, args.deterministic)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of parts that nothing here uses
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # of its import, until `loading`
-        ignored = "fan_in_fan_out is set|The following \\w+_pattern keys|Synchronization debug mode is a prototype"
+        ignored = "fan_in_fan_out is set to False|The following \\w+_pattern keys|Synchronization debug mode is a"
         warnings.filterwarnings("ignore", ignored)
         screen.start()
         screen.show("loading libraries")

@@ -99,11 +99,9 @@ class Run:
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity.identity(args, script)
-        self.signal = None
         self.stepped = False  # whether this process has completed an iteration
-        self.made = False  # whether this process created the directory
-        self.begun = False  # whether this process has written to it
-        self.dir = self.path = self.lock = self.checkpoint = None
+        self.made = self.begun = False  # whether this process has created the directory, and written to it
+        self.dir = self.path = self.lock = self.checkpoint = self.signal = None
         self.inputs = {}
         self.handlers = {}  # {signal: what handled it before}
         self.seconds = {}  # {part: seconds} of the iteration at hand

@@ -48,9 +48,8 @@ def evaluate_samples(accelerator, lm, tokenizer, rows, queries, metric, reward=N
         responses = respond(accelerator, lm, tokenizer, queries, **options)
         ended = have_ended(lm, tokenizer, queries, responses, options["stop"])
     else:
-        responses, trained, ended, rows = own_rollout(
-            accelerator, lm, tokenizer, rollout, rows, queries, ("eval", 0), **options
-        )
+        found = own_rollout(accelerator, lm, tokenizer, rollout, rows, queries, ("eval", 0), **options)
+        responses, trained, ended, rows = found
     outputs = decode(tokenizer, queries, responses, options["stop"])
     given = text_arguments(tokenizer, rows, responses, outputs)
     values = {}

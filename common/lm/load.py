@@ -204,8 +204,7 @@ def lines_of_use(lm, tokenizer, ids):
     """(text of a prompt, usage code) with which the exported tokenizer gives exactly these ids."""
     usage = SEQ2SEQ_USAGE if lm.config.is_encoder_decoder else USAGE
     prompt = tokenizer.decode(ids, skip_special_tokens=True)
-    options = ""
-    ends = ""
+    options = ends = ""
     if tokenizer(prompt)["input_ids"] != list(ids):  # special tokens written by a template
         prompt = tokenizer.decode(ids)
         options = "add_special_tokens=False, "

@@ -267,7 +267,7 @@ def adds_a_word(sample, prompt_ids):
 
 
 WRONG = {
-    "returned 11 values, expected a list of 12 responses": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
+    "returned 11 values, expected 12: one for each row": lambda sample, prompt_ids: once(sample, prompt_ids)[1:],
     "returned 1 values, expected": lambda sample, prompt_ids: (once(sample, prompt_ids), {"won": [1]}),
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,

@@ -6,12 +6,12 @@ from benchmarks import size
 
 # Lines at most. These numbers only fall: who needs more lines somewhere takes as many away there in the same commit.
 LIMITS = {
-    "common/": 3947,
+    "common/": 3907,
     "common/, code": 2901,
-    "algos/": 5023,
-    "ppo.py in one file": 4562,
-    "tests/": 16212,
-    "benchmarks/, with .sh": 7077,
+    "algos/": 4999,
+    "ppo.py in one file": 4517,
+    "tests/": 16194,
+    "benchmarks/, with .sh": 7130,
 }
 
 

@@ -89,8 +89,7 @@ def call_rollout(function, name, rows, given, sampled):
     responses, columns = value if isinstance(value, tuple) else (value, {})
     for values in (responses, *columns.values()):
         if len(values) != len(rows):
-            expected = f"a list of {len(rows)} responses, or that and {{column: list of {len(rows)} values}}"
-            raise InputError(f"{name} returned {len(values)} values, expected {expected}")
+            raise InputError(f"{name} returned {len(values)} values, expected {len(rows)}: one for each row")
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt'][-60:]!r}"

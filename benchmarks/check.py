@@ -32,6 +32,7 @@ from benchmarks import paired, tables
 from benchmarks.claims import CLAIMS, PRETRAINED, SUMMARY, TWIN
 from benchmarks.planted import planted
 from benchmarks.references import report as references
+from benchmarks.throughput import engine
 from benchmarks.throughput import report as throughput
 
 PLAIN_NAMES = {  # of metrics, in figures over a KL
@@ -406,6 +407,7 @@ def blocks():
         ("benchmarks/planted/README.md", "bugs", planted.table),
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
+        ("benchmarks/throughput/README.md", "engine", engine.table),
         ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, WAITS, -1)),
         ("benchmarks/curves/pitfalls/README.md", "signs", signs),
         ("benchmarks/gpu.md", "tables", functools.partial(gpu_tables, ["traces", "again", "tasks", "steps"])),

@@ -35,11 +35,22 @@ VARIANTS = {  # of grpo-variants -> the one that each is compared with
     **dict.fromkeys(["dr-grpo", "rloo", "batch", "maxrl", "kl", "unbiased-kl", "four-steps"], "grpo"),
     **dict.fromkeys(["dapo", "gspo", "cispo", "ppo"], "four-steps"),
 }
+CORRECTIONS = ["truncate", "mask", "sequence-mask", "decoupled"]
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
 
 
 def variant_pairs(task):
     return {f"{task}-{variant}": f"{task}-{base}" for variant, base in VARIANTS.items()}
+
+
+def stale_pairs():
+    """Variants of grpo-stale -> the one that each is compared with: of an age and a correction, that without one."""
+    pairs = {}
+    for age in (1, 4, 16):
+        pairs[f"age-{age}-none"] = "on-policy"
+        pairs |= {f"age-{age}-{name}": f"age-{age}-none" for name in CORRECTIONS}
+    pairs |= dict.fromkeys(["bfloat16", "float16", "int8", "forgotten"], "on-policy")
+    return pairs | {"int8-truncate": "int8", "forgotten-truncate": "forgotten"}
 
 
 CLAIMS = {
@@ -255,6 +266,21 @@ CLAIMS = {
         bars=[(f"{task}-grpo", "eval/accuracy", "last", ">=", 0.95, 9) for task in ("sums", "calculator")],
         table={"policy/entropy": "entropy", "policy/clipfrac": "clipped", "objective/kl": "KL to the start"},
         pairs=variant_pairs("sums") | variant_pairs("calculator"),
+    ),
+    "grpo-stale": Claim(
+        title="GRPO from a sampler that is not the policy: old weights, rounded weights, weights never handed over",
+        score="eval/accuracy",
+        bars=[
+            ("on-policy", "eval/accuracy", "last", ">=", 0.94, 3),
+            ("age-1-none", "eval/accuracy", "last", "<=", 0.9, 2),
+            ("age-1-truncate", "eval/accuracy", "last", ">=", 0.93, 2),
+            ("age-16-none", "eval/accuracy", "last", "<=", 0.1, 2),
+            ("age-16-sequence-mask", "eval/accuracy", "last", ">=", 0.88, 2),
+            ("forgotten", "mismatch/kl", "last", ">=", 1.0, 2),
+            ("age-16-none", "mismatch/kl", "last", "<=", 0.5, 2),
+        ],
+        table={"mismatch/kl": "KL", "mismatch/ess": "effective samples", "mismatch/limited": "above the limit"},
+        pairs=stale_pairs(),
     ),
     "smollm2-answers": Claim(
         title="GRPO on SmolLM2-135M-Instruct: sums in text and in chats, and questions in chats with LoRA adapters",

@@ -93,7 +93,7 @@ def test_the_rows_of_the_guide_are_read():
 OTHER_FLAGS = "nproc_per_node cpu num_processes config_file help config list out dist table script with no_deps".split()
 OTHER_FLAGS += ["entropy_coef"]  # of a copy
 OTHER_FLAGS += "served_model_name host port enforce_eager max_model_len max_num_seqs kv_cache_memory_bytes".split()
-OTHER_FLAGS += ["logprobs_mode", "generation_config"]  # of vLLM, as those above
+OTHER_FLAGS += ["logprobs_mode", "generation_config", "max_num_batched_tokens"]  # of vLLM, as those above
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

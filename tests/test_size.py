@@ -11,7 +11,7 @@ LIMITS = {
     "algos/": 4999,
     "ppo.py in one file": 4517,
     "tests/": 16194,
-    "benchmarks/, with .sh": 7130,
+    "benchmarks/, with .sh": 7160,
 }
 
 

@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -52,6 +53,7 @@ def measure(precision):
     lm.generation_config.eos_token_id = None
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16")
     options = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": max(ROWS), "kv_cache_memory_bytes": 2**31}
+    options["max_num_batched_tokens"] = max(ROWS) * 256  # seeds fail on a CPU where a prompt is read in parts
     engine = LLM(directory, dtype=precision, logprobs_mode="processed_logprobs", **options)
     stream = tokenizer("".join(row["prompt"] for row in pretrained.sums()))["input_ids"]
 
@@ -107,7 +109,7 @@ def table():
     heads = ["precision", "prompt + new tokens", "rows", "vLLM", "own sampler", "times", "equal greedy rows"]
     heads += ["mean difference of log-probabilities", "KL (k3)"]
     rows = []
-    for row in read_csv(RESULTS):
+    for row in sorted(read_csv(RESULTS), key=itemgetter("precision", "new"), reverse=True):
         greedy = f"{row['greedy']} of {row['rows']}" if row["greedy"] else ""
         cells = [row["precision"], f"{row['prompt']} + {row['new']}", row["rows"], row["engine"], row["own"]]
         times = float(row["engine"]) / float(row["own"])

@@ -18,7 +18,6 @@ from harness import ROOT, lines, torchrun
 from helpers import write
 from test_recipes import FILES, TEXT
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 # The guide's function, which may hand over the weights of the start alone, and how far its log-probabilities are off.

@@ -148,8 +148,8 @@ class Run:
                 state = checkpoint.read_checkpoint(path)
                 # others are of the run that this one continues, until its first checkpoint replaces them
                 if state["run"]["hash"] == self.identity["hash"]:
-                    others = old.get("versions", {}).items() - identity.environment(self.accelerator)["versions"].items()
-                    before = "".join(f"; {name} was {version}" for name, version in sorted(others))
+                    older = old.get("versions", {}).items() - identity.environment(self.accelerator)["versions"].items()
+                    before = "".join(f"; {name} was {version}" for name, version in sorted(older))
                     self.say(f"continuing {self.path} from step {state['step']}{before}")
                     return self.dir, self.path, path, False
         if given:

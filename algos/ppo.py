@@ -122,7 +122,7 @@ class Args(RunArgs, ModelArgs):
     value_lr: Positive | None = None
     """Peak learning rate of the critic: of the value head alone, or with --value-model of all of it; default: --lr."""
     value_warmup: Natural = 0
-    """First iterations that train the critic alone: the learning rate of the policy, its trunk included, is 0."""
+    """First iterations that train the critic alone. The policy, its trunk included, and its schedule begin afterwards."""
     score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
     """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's scores (ref).
     -norm subtracts their mean first."""
@@ -658,8 +658,8 @@ def make_optimizer(model, args):
 
 
 def split_groups(optimizer, lm, args):
-    """Moves the weights of the critic, all but those of lm, to groups of their own. In its first `still` iterations, a
-    group has gradients, which AdamW's moments average, but a rate of 0."""
+    """Moves the weights of the critic, all but those of lm, to groups of their own. A group is not trained in the first
+    `still` iterations; then its schedule begins."""
     of_policy = set(map(id, lm.parameters()))
     policy_groups = []
     critic_groups = []
@@ -682,6 +682,21 @@ def learning_rate(peak, step, total_steps, args):
     if args.lr_schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return peak + (args.lr_final - peak) * progress
+
+
+def set_rates(optimizer, step, total_steps, args):
+    """Gives each group its rate at optimizer step `step`, counted from 1. One that is not trained yet has no gradient,
+    and its moments begin with its first step: those of many steps of one policy would make the next ones too large."""
+    for group in optimizer.param_groups:
+        begin = group["still"] * args.steps_per_iteration
+        group["lr"] = 0.0
+        if step > begin:
+            group["lr"] = learning_rate(group["peak_lr"], step - 1 - begin, total_steps - begin, args)
+        if step <= begin + 1:
+            for weight in group["params"]:
+                optimizer.state.pop(weight, None)  # torch makes some up where a checkpoint has none
+                if step <= begin:
+                    weight.grad = None
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -756,13 +771,10 @@ def update(run, model, optimizer, episodes, args):
                 skipped += 1
                 optimizer.zero_grad()
                 continue
+            set_rates(optimizer, step, run.total_steps, args)
             where = f"{len(minibatch)} episodes whose first is {minibatch[0].row['prompt']!r:.60}"
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
             require_finite(step, where, gradient_norm=grad_norm)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(group["peak_lr"], step - 1, run.total_steps, args)
-                if run.iteration <= group["still"]:
-                    group["lr"] = 0.0
             optimizer.step()
             optimizer.zero_grad()
         epochs += 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import equal, log, rolled, tensor, weights
+from safetensors.torch import load_file
 from test_adapters import run
 from test_invariants import run_ppo
 from test_ppo_modes import save_classifier
@@ -63,21 +64,23 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_run_with_a_critic_goes_on_bitwise(judge, gpt2_dir, tmp_path, choice):
-    """The warm-up trains the critic alone, with a shared trunk its head; afterwards, both move. The critic has a
-    schedule of its own, and what goes on from any checkpoint ends with the same bits."""
+    """The warm-up trains the critic alone, with a shared trunk its head; then the policy begins, with its schedule and
+    moments. What goes on from any checkpoint ends with the same bits."""
     flags = dict(CHOICES[choice], value_lr=1e-2, value_warmup=1, total_episodes=24, weight_decay=0.1)
     flags["value_model"] = {"gpt2": gpt2_dir, "judge": judge}.get(flags.get("value_model"))
     flags |= {"kl_target": 1e-6, "kl_horizon": 8, "keep_checkpoints": 9}
     _, whole = run(ppo, gpt2_dir, tmp_path / "whole", **flags)
     records = [record for record in log(whole) if "optim/lr" in record]
     rates = [(record["optim/lr"], record["optim/value_lr"]) for record in records]
-    assert rates == [(0, pytest.approx(1e-2 * 5 / 6)), *(pytest.approx((3e-2 * x, 1e-2 * x)) for x in (3 / 6, 1 / 6))]
+    assert rates == [pytest.approx((3e-2 * x, 1e-2 * y)) for x, y in ((0, 5 / 6), (3 / 4, 3 / 6), (1 / 4, 1 / 6))]
     assert [record["objective/kl_coef"] for record in records[:2]] == [0.05, 0.05]
     places = [whole / f"checkpoints/step_0000000{step}" for step in (2, 4)]
     warm, trained = map(weights, places)
     before = weights(gpt2_dir)
     policy = [name for name in warm if name.startswith("model.lm.")]
     assert policy and len(warm) > len(policy)
+    moments = load_file(places[0] / "optim.safetensors")
+    assert moments and not [name for name in moments if name.startswith("lm.")]
     for name in policy:
         old = before.get(f"model.{name.removeprefix('model.lm.')}", warm[name])
         assert torch.equal(warm[name], old) and ("attn.bias" in name or not torch.equal(trained[name], old)), name

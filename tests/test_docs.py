@@ -79,7 +79,7 @@ def read_row(row):
 
 
 def test_the_rows_of_the_guide_are_read():
-    [text] = re.findall(r"^## Rows\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.M | re.S)
+    [text] = re.findall(r"^## What must my data look like\?\n(.*?)(?=^## |\Z)", GUIDE.read_text(), re.M | re.S)
     rows = [json.loads(row) for row in re.findall(r"```json\n(.*?)```", text, re.S)]
     for row in rows:
         assert read_row(row)

@@ -23,9 +23,6 @@ How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
     accelerate launch algos/ppo.py                                 # random walks, on one CPU
     accelerate launch algos/ppo.py --model my_model/ --dataset prompts.jsonl --reward my_reward.py:score \
         --max-new-tokens 32 --num-layers-unfrozen 2
-    accelerate launch algos/ppo.py --lora-r 8 --lr 5e-3 --lora-targets c_attn c_proj c_fc lm_head     # with adapters
-    torchrun --nproc_per_node 8 algos/ppo.py --model Qwen/Qwen3-0.6B --dataset org/prompts:train \
-        --reward my_reward.py:score
 
 Dimension key: B episodes, R trained tokens of an episode, N of all episodes, n of a micro-batch. A line is what the
 model reads in one row, here one example (ids, labels, episode); a label is -100 where a token is not trained.
@@ -122,7 +119,7 @@ class Args(RunArgs, ModelArgs):
     value_lr: Positive | None = None
     """Peak learning rate of the critic: of the value head alone, or with --value-model of all of it; default: --lr."""
     value_warmup: Natural = 0
-    """First iterations that train the critic alone. The policy, its trunk included, and its schedule begin afterwards."""
+    """First iterations that train the critic alone; the policy, its trunk included, and its schedule begin then."""
     score_scaling: Literal["none", "running", "running-norm", "ref", "ref-norm"] = "none"
     """Divide scores by the standard deviation of all scores so far (running) or of the first rollout's scores (ref).
     -norm subtracts their mean first."""
@@ -658,8 +655,8 @@ def make_optimizer(model, args):
 
 
 def split_groups(optimizer, lm, args):
-    """Moves the weights of the critic, all but those of lm, to groups of their own. A group is not trained in the first
-    `still` iterations; then its schedule begins."""
+    """Moves the weights of the critic, all but those of lm, to groups of their own. In its first `still` iterations, a
+    group has no gradient: moments of many steps of one policy would make the next ones too large."""
     of_policy = set(map(id, lm.parameters()))
     policy_groups = []
     critic_groups = []
@@ -682,21 +679,6 @@ def learning_rate(peak, step, total_steps, args):
     if args.lr_schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return peak + (args.lr_final - peak) * progress
-
-
-def set_rates(optimizer, step, total_steps, args):
-    """Gives each group its rate at optimizer step `step`, counted from 1. One that is not trained yet has no gradient,
-    and its moments begin with its first step: those of many steps of one policy would make the next ones too large."""
-    for group in optimizer.param_groups:
-        begin = group["still"] * args.steps_per_iteration
-        group["lr"] = 0.0
-        if step > begin:
-            group["lr"] = learning_rate(group["peak_lr"], step - 1 - begin, total_steps - begin, args)
-        if step <= begin + 1:
-            for weight in group["params"]:
-                optimizer.state.pop(weight, None)  # torch makes some up where a checkpoint has none
-                if step <= begin:
-                    weight.grad = None
 
 
 # ---- Update ----------------------------------------------------------------------------------------------------------
@@ -744,8 +726,7 @@ def update(run, model, optimizer, episodes, args):
     the numbers of epochs and skipped steps."""
     accelerator = run.accelerator
     tokens = sum(episode.length for episode in episodes)  # that are trained
-    # run.step is the number of steps at the end of this iteration. Skipped ones count, too: the schedule follows the
-    # episodes.
+    # the last step of the iteration before; skipped ones count, too: the schedule follows the episodes
     step = run.step - args.steps_per_iteration
     sums = defaultdict(float)
     epochs = 0
@@ -767,11 +748,19 @@ def update(run, model, optimizer, episodes, args):
                 ratios += terms["policy/ratio"]
                 approxkl += terms["policy/approxkl"]
             step += 1
+            for group in optimizer.param_groups:
+                begin = group["still"] * args.steps_per_iteration  # optimizer steps before its first one
+                group["lr"] = 0.0
+                if step > begin:
+                    group["lr"] = learning_rate(group["peak_lr"], step - 1 - begin, run.total_steps - begin, args)
+                if step <= begin + 1:
+                    for weight in group["params"]:
+                        optimizer.state.pop(weight, None)  # torch makes some up where a checkpoint has none
+                        weight.grad = weight.grad if step > begin else None
             if args.ratio_threshold and accelerator.reduce(ratios) > args.ratio_threshold * count:
                 skipped += 1
                 optimizer.zero_grad()
                 continue
-            set_rates(optimizer, step, run.total_steps, args)
             where = f"{len(minibatch)} episodes whose first is {minibatch[0].row['prompt']!r:.60}"
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf).item()
             require_finite(step, where, gradient_norm=grad_norm)
@@ -786,8 +775,7 @@ def update(run, model, optimizer, episodes, args):
     metrics |= {"policy/epochs": epochs, "policy/skipped": skipped}
     if args.value_lr:
         metrics["optim/value_lr"] = optimizer.param_groups[-1]["lr"]
-    # of the last step taken
-    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}
+    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}  # of the last step
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------

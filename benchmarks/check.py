@@ -64,7 +64,6 @@ MEASURES = {  # what `measured` returns, in words
 }
 CASES = "benchmarks/faults/cases.csv"
 DECODING = "right token profile update kernels peers pretrained".split()  # parts of benchmarks/gpu.py
-WAITS = "benchmarks/throughput/waits.csv"
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 
@@ -349,8 +348,8 @@ def summary():
     return tables.markdown(heads, rows)
 
 
-def csv_table(file, first=0):
-    rows = tables.read_csv(tables.ROOT / file)[first:]
+def csv_table(file):
+    rows = tables.read_csv(tables.ROOT / file)
     heads = [name for name in rows[0] if name != "commit"]  # which only the file has
     return tables.markdown(heads, [[row[name] for name in heads] for row in rows])
 
@@ -408,7 +407,6 @@ def blocks():
         ("benchmarks/throughput/README.md", "speed table", throughput.table),
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
         ("benchmarks/throughput/README.md", "engine", engine.table),
-        ("benchmarks/throughput/README.md", "waits", functools.partial(csv_table, WAITS, -1)),
         ("benchmarks/curves/pitfalls/README.md", "signs", signs),
         ("benchmarks/gpu.md", "tables", functools.partial(gpu_tables, ["traces", "again", "tasks", "steps"])),
         ("benchmarks/gpu_decode.md", "tables", functools.partial(gpu_tables, DECODING)),

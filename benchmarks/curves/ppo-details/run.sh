@@ -3,13 +3,10 @@
 # ten iterations of 512 episodes, with an evaluation after every second one.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
+# variant, flags
 one() { train "$1" ppo "${@:2}" --total-episodes 5120 --eval-every "${every:-8}" --save-every 0; }
-walks() {  # variant, flags
-    one "walks-$1" --config $tasks/randomwalks/ppo.yaml "${@:2}"
-}
-sums() {
-    one "sums-$1" --config $tasks/arithmetic/ppo_sums.yaml "${@:2}"
-}
+walks() { one "walks-$1" --config $tasks/randomwalks/ppo.yaml "${@:2}"; }
+sums() { one "sums-$1" --config $tasks/arithmetic/ppo_sums.yaml "${@:2}"; }
 edited() {  # task, variant, an edit of ppo.py by sed, flags
     local copy=runs/edited/$2
     if chosen "$1-$2" && missing "$copy"; then

@@ -98,8 +98,8 @@ class Args(RunArgs, ModelArgs):
     cispo: the log-probability times the clipped ratio, which has no gradient (CISPO Eq. 4 and 5; no lower limit:
     --cliprange 1)."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """Ratio to the policy that sampled: per token, or the geometric mean over a response (GSPO Eq. 7), which needs far
-    smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
+    """Ratio to the policy before the update: per token, or the geometric mean over a response (GSPO Eq. 7), which needs
+    far smaller clip ranges (GSPO Sec. 5.1: 3e-4 and 4e-4)."""
     loss_mean: Literal["sequence", "token", "constant"] = "sequence"
     """How an optimizer step averages the loss. sequence: the mean of each response's token mean (GRPO Eq. 3); token:
     over all tokens (DAPO Sec. 3.3); constant: the sum divided by --batch-size times --max-new-tokens (Dr. GRPO)."""
@@ -114,7 +114,7 @@ class Args(RunArgs, ModelArgs):
     mask: the ratio, or 0 if it is above the limit; sequence-mask: the product of the response's ratios, or 0 if it is
     above the limit (default of TRL 1.16)."""
     correction_limit: Positive = 2.0
-    """Largest weight of a correction (Yao et al. 2025: 2; TRL 1.16: 3)."""
+    """Limit of truncate, mask and sequence-mask (Yao et al. 2025: 2; TRL 1.16: 3)."""
     ref_model: str | None = None
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     kl_coef: NonNegative = 0.04
@@ -323,7 +323,7 @@ class Episode:
     query: list  # ids of the prompt
     response: list  # ids, with the end token
     trained: list  # for each id of the response, whether it is trained: all are, except with --rollout
-    ended: bool  # by itself: by an end token or a stop string
+    ended: bool  # by an end token or a stop string; with --rollout also where there was room for more
     score: float
     advantage: float = 0.0
     weight: float = 0.0  # of each of its tokens in the loss of a step
@@ -371,7 +371,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     lm = accelerator.unwrap_model(model)
     # 1. y ~ pi(. | x)
     if data.rollout is None:
-        limits = [args.max_new_tokens] * len(queries)  # ppo.py draws some
+        limits = [args.max_new_tokens] * len(queries)  # --min-length-limit of ppo.py draws them
         responses = generate(accelerator, lm, tokenizer, queries, limits, iteration, args)
         trained = [[True] * len(response) for response in responses]
         ended = have_ended(lm, tokenizer, queries, responses, args.stop)
@@ -415,7 +415,7 @@ def store_logprobs(accelerator, model, episodes, name, args):
     """Gives every episode, as the field `name`, the log-probabilities of its trained tokens."""
 
     def logprobs_of(lines):
-        with accelerator.autocast():  # ref is not prepared: nothing else casts for it
+        with accelerator.autocast():  # nothing else casts for ref, but with FSDP2
             logprobs, _, _ = line_logprobs(model, lines, args.temperature)
         return {name: logprobs}
 
@@ -482,8 +482,8 @@ def draw_rows(seed, num_rows, start, count):
 
 
 def make_optimizer(model, args):
-    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
-    schedule: another group may have its own."""
+    """AdamW on the trained weights, with weight decay of matrices only. A group's `peak_lr` is that of its schedule:
+    another group may have its own."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
     vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
@@ -528,7 +528,7 @@ def losses(model, lines, counts, args):
     """(loss, metrics): this micro-batch's shares of the step's loss (float64) and of the iteration's means.
 
     counts: how many "steps", "sequences", "tokens" and tokens "with an advantage" that is not 0 the means of the
-    iteration are over; how many of the last are "of a sampler" that told their log-probabilities.
+    iteration are over; "of a sampler" is 0 if no sampler has told its log-probabilities.
     """
     episodes = episodes_of(lines)
     entropies_of = torch.no_grad()(token_entropies)
@@ -556,7 +556,7 @@ def losses(model, lines, counts, args):
         corrections, mismatch = mismatch_of(logprobs, episodes, args)
         policy_terms = policy_terms * corrections
     # if you add a term: without a KL, `minibatches` leaves out episodes without an advantage
-    # with ratio 1 and an equal weight of each response this is minus the mean advantage, 0: its gradient is what trains
+    # with ratio 1, clip and equal weights this is minus the mean advantage, 0: its gradient is what trains
     loss = (weights * policy_terms).sum()
     metrics = {"loss/policy": loss.detach() / counts["steps"]}
     metrics |= token_metrics(log_ratio, logprobs, entropies, advantages, mismatch, counts, args)
@@ -568,7 +568,7 @@ def losses(model, lines, counts, args):
         kl_loss = (weights * kl).sum()
         loss = loss + args.kl_coef * kl_loss
         metrics["loss/kl"] = kl_loss.detach() / counts["steps"]
-        # sums over a response, by the policy before the update; loss/kl is a mean over tokens, by the one in training
+        # sums over a response, by the policy before the update; loss/kl is a mean as the loss, by the one in training
         metrics["objective/kl"] = (logprobs - ref_logprobs).double().sum() / counts["sequences"]
         metrics["objective/kl_k3"] = kl_k3(logprobs, ref_logprobs).double().sum() / counts["sequences"]
     return loss, metrics
@@ -592,7 +592,7 @@ def mismatch_of(logprobs, episodes, args):
 def token_metrics(log_ratio, logprobs, entropies, advantages, mismatch, counts, args):
     """Shares of the iteration's means. They are over the tokens whose advantage is not 0; with a KL, policy/entropy and
     policy/nll are over all tokens. policy/clipfrac counts tokens whose gradient (clip) or weight (cispo) is clipped.
-    policy/nll is of the policy before the update, the others of the one that is trained. All tensors (n,)."""
+    policy/nll and mismatch/ are of the policy before the update, the others of the trained one. All tensors (n,)."""
     terms = {"policy/entropy": entropies, "policy/nll": -logprobs}
     metrics = {}
     if args.kl_coef:

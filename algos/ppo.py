@@ -11,8 +11,8 @@ Eq. 9).
     r_t = -beta KL_t, plus the score at the last token     Ziegler Eq. 2            token_rewards, kl_penalty
     A_t = sum_l (gamma lam)^l delta_{t+l}                  GAE Eq. 16               gae, masked_whiten
     max(-A ratio, -A clip(ratio, 1 - eps, 1 + eps))        PPO Eq. 7                policy_loss
-    squared error of the clipped value                     code of Ziegler et al.   value_loss
-    beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)   Ziegler Sec. 2.2   next_kl_coef
+    half the larger error of value and clipped value       code of Ziegler et al.   value_loss
+    beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) n / horizon)   their code         next_kl_coef
 
 How this differs from TRL's and trlX's PPO (algos/MIGRATION.md has the details):
 - One function, `line_logprobs`, gives the log-probabilities of rollout, reference and update, temperature included, so
@@ -88,7 +88,7 @@ class Args(RunArgs, ModelArgs):
     ref_model: str | None = None
     """Reference model for the KL, given like --model; default: a frozen copy of --model at the start."""
     kl_coef: NonNegative = 0.05
-    """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 turns it off."""
+    """Weight beta of the per-token KL penalty (Ziegler et al. 2019, Eq. 2; Huang et al. 2024: 0.05); 0 only logs it."""
     kl_kind: Literal["kl", "abs", "mse", "k3"] = "kl"
     """KL estimator in the penalty, with x = logprob - ref_logprob: x, |x|, x^2 / 2, or exp(-x) - 1 + x."""
     kl_target: Positive | None = None
@@ -110,7 +110,7 @@ class Args(RunArgs, ModelArgs):
     """Head on the policy's last hidden states: one linear layer, or H -> 2H -> ReLU -> 1. If the --model directory has
     a value head, that one is used."""
     value_head_init: Literal["zeros", "normal", "default"] = "default"
-    """Initial last layer of a new head: zeros, N(0, 0.2) with bias 0, or torch's default."""
+    """Initial last layer of a new head: zeros, normal with deviation 0.2 and bias 0, or torch's default."""
     detach_value_trunk: bool = False
     """Train only the value head with the value loss, not the policy's blocks."""
     value_model: str | None = None
@@ -340,7 +340,7 @@ def value_loss(new_values, values, returns, cliprange_value):
 
 def next_kl_coef(kl_coef, kl, target, horizon, n):
     """beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) after n episodes of mean sequence KL `kl`. n <= horizon
-    keeps beta positive. Source: Ziegler et al. 2019, Sec. 2.2."""
+    keeps beta positive. Source: code of Ziegler et al.; Sec. 2.2 has a constant in place of n / horizon."""
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
 
 
@@ -423,9 +423,9 @@ class Episode:
     query: list  # ids of the prompt
     response: list  # ids, with the end token
     trained: list  # for each id of the response, whether it is trained: all are, except with --rollout
-    ended: bool  # by itself: by an end token or a stop string
+    ended: bool  # by an end token or a stop string; with --rollout also where there was room for more
     score: float | list  # of the response, or of each of its tokens
-    logprobs: torch.Tensor | None = None  # of the policy that sampled
+    logprobs: torch.Tensor | None = None  # of the policy before the update
     values: torch.Tensor | None = None  # of the state before a token
     entropies: torch.Tensor | None = None  # of the next-token distribution
     ref_logprobs: torch.Tensor | None = None
@@ -504,7 +504,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     # computed as in training, because sampling rounds differently
     def columns_of(lines):
         logprobs, values, entropies = model(lines, temperature=args.temperature, also=token_entropies)
-        with accelerator.autocast():  # ref is not prepared: nothing else casts for it
+        with accelerator.autocast():  # nothing else casts for ref, but with FSDP2
             ref_logprobs, _, _ = line_logprobs(ref, lines, args.temperature)
         return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 
@@ -642,8 +642,8 @@ def draw_rows(seed, num_rows, start, count):
 
 
 def make_optimizer(model, args):
-    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
-    schedule: another group may have its own."""
+    """AdamW on the trained weights, with weight decay of matrices only. A group's `peak_lr` is that of its schedule:
+    another group may have its own."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
     vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}
@@ -655,8 +655,8 @@ def make_optimizer(model, args):
 
 
 def split_groups(optimizer, lm, args):
-    """Moves the weights of the critic, all but those of lm, to groups of their own. In its first `still` iterations, a
-    group has no gradient: moments of many steps of one policy would make the next ones too large."""
+    """Moves the weights of the critic, all but those of lm, to groups of their own. The iterations in which a group
+    stands still are `still`, its peak learning rate `peak_lr`."""
     of_policy = set(map(id, lm.parameters()))
     policy_groups = []
     critic_groups = []
@@ -750,13 +750,13 @@ def update(run, model, optimizer, episodes, args):
             step += 1
             for group in optimizer.param_groups:
                 begin = group["still"] * args.steps_per_iteration  # optimizer steps before its first one
+                if run.iteration > group["still"]:
+                    own_step = max(0, step - 1 - begin)
+                    group["lr"] = learning_rate(group["peak_lr"], own_step, run.total_steps - begin, args)
+                    continue
                 group["lr"] = 0.0
-                if step > begin:
-                    group["lr"] = learning_rate(group["peak_lr"], step - 1 - begin, run.total_steps - begin, args)
-                if step <= begin + 1:
-                    for weight in group["params"]:
-                        optimizer.state.pop(weight, None)  # torch makes some up where a checkpoint has none
-                        weight.grad = weight.grad if step > begin else None
+                for weight in group["params"]:
+                    weight.grad = None  # AdamW skips it: its moments begin with its schedule
             if args.ratio_threshold and accelerator.reduce(ratios) > args.ratio_threshold * count:
                 skipped += 1
                 optimizer.zero_grad()
@@ -775,7 +775,7 @@ def update(run, model, optimizer, episodes, args):
     metrics |= {"policy/epochs": epochs, "policy/skipped": skipped}
     if args.value_lr:
         metrics["optim/value_lr"] = optimizer.param_groups[-1]["lr"]
-    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}  # of the last step
+    return metrics | {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm}  # of the last taken
 
 
 # ---- Evaluation ------------------------------------------------------------------------------------------------------

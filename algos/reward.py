@@ -228,8 +228,8 @@ def draw_rows(seed, num_rows, start, count):
 
 
 def make_optimizer(model, args):
-    """AdamW on the weights that are trained, with weight decay on matrices only. The `lr` of a group is the peak of its
-    schedule: another group may have its own."""
+    """AdamW on the trained weights, with weight decay of matrices only. A group's `peak_lr` is that of its schedule:
+    another group may have its own."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     matrices = {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": args.weight_decay}
     vectors = {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0}

@@ -61,10 +61,9 @@ def unpack_state(path, state, model, optimizer, frozen):
     options = dcp.StateDictOptions(full_state_dict=True, strict=False)
     weights = safetensors.torch.load_file(path / "model.safetensors")
     shapes = {name.removeprefix("module."): weight.shape for name, weight in model.state_dict().items()}
-    trained = {name.removeprefix("module.") for name, weight in model.named_parameters() if weight.requires_grad}
-    fits = trained <= weights.keys() and all(weight.shape == shapes.get(name) for name, weight in weights.items())
-    frozen_sum, _ = frozen
-    if not fits or not math.isclose(state["frozen"], frozen_sum, rel_tol=1e-9):  # threads change the last digits
+    trained = {name.removeprefix("module."): each for name, each in model.named_parameters() if each.requires_grad}
+    fits = {*trained} <= weights.keys() and all(weight.shape == shapes.get(name) for name, weight in weights.items())
+    if not fits or not math.isclose(state["frozen"], frozen[0], rel_tol=1e-9):  # threads change the last digits
         raise InputError(f"--resume {path} holds other weights: keep its --model and --lora-r")
     if (path / "optim.safetensors").exists():
         moments = {}
@@ -74,6 +73,8 @@ def unpack_state(path, state, model, optimizer, frozen):
         # without settings, which stay those of the flags; lr is a function of the step
         saved = {"state": moments, "param_groups": [{"params": [*weights]}]}
         dcp.set_optimizer_state_dict(model, optimizer, saved, options=options)
+        for name in trained.keys() - moments.keys():
+            optimizer.state.pop(trained[name], None)  # of a weight that was not trained yet: torch makes some up
     # after the optimizer, for whose moments torch takes a step with zero gradients: one without an epsilon gives NaN
     dcp.set_model_state_dict(model, weights, options=options)
 

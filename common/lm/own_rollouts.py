@@ -65,16 +65,12 @@ def own_rollout(
         segments, columns = on_each(accelerator, function, own_rows, given, sampled)
     added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
     rows = [row | new for row, new in zip(rows, gather_list(added), strict=False)]
-    responses = []
-    trained = []
-    for row, parts in zip(rows, gather_list(segments)[: len(queries)], strict=True):
-        responses.append([])
-        trained.append([])
-        for ids, is_trained in parts:
-            responses[-1] += ids
-            trained[-1] += [is_trained] * len(ids)
+    parts = gather_list(segments)[: len(queries)]
+    responses = [[token for ids, _ in segments for token in ids] for segments in parts]
+    trained = [[is_trained for ids, is_trained in segments for _ in ids] for segments in parts]
+    for row, is_trained in zip(rows, trained, strict=True):
         if "sampler_logprobs" in row:  # is cut with the ids
-            row["sampler_logprobs"] = row["sampler_logprobs"][: sum(trained[-1])]
+            row["sampler_logprobs"] = row["sampler_logprobs"][: sum(is_trained)]
     # turns may end with an end token, too: a response has ended if there was room for more
     by_itself = have_ended(lm, tokenizer, queries, responses, stop)
     ended = [len(ids) < max_new_tokens or end for ids, end in zip(responses, by_itself, strict=True)]
@@ -90,6 +86,9 @@ def call_rollout(function, name, rows, given, sampled):
     for values in (responses, *columns.values()):
         if len(values) != len(rows):
             raise InputError(f"{name} returned {len(values)} values, expected {len(rows)}: one for each row")
+    for logprobs, segments in zip(columns.get("sampler_logprobs", []), responses, strict=False):
+        if len(logprobs) != sum(len(ids) for ids, trained in segments if trained):
+            raise InputError(f"{name}: sampler_logprobs needs a number for each trained id")
     checked = []
     for row, segments, known, before in zip(rows, responses, sampled, map(list, given["prompt_ids"]), strict=True):
         where = f"{name}, prompt {row['prompt'][-60:]!r}"

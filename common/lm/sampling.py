@@ -89,8 +89,7 @@ def sample(model, tokenizer, contexts, draws, limits, stop=(), temperature=1.0, 
 
 
 class Decoder:
-    """Forward passes over rows that grow by a token in each. A cache of a model's own kind, which rows may be unable
-    to leave, is not used."""
+    """Forward passes over rows that grow by a token. A model's own cache, which rows may not leave, is not used."""
 
     def __init__(self, model, contexts, limits, pad_id, device):
         """contexts: lists of ids. limits: how many ids may follow each."""

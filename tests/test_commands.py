@@ -86,11 +86,11 @@ def fill(folder, script, words, model, scripts):
         write(folder / f"{name}.jsonl", rows[::5])
     (folder / "prompts.txt").write_text("\n".join(shapes.CAPTIONS))
     if script in ("ilql", "reward"):
-        write(folder / "prompts.jsonl", randomwalks.prompts())
+        write(folder / "prompts.jsonl", [row | {"answer": "a"} for row in randomwalks.prompts()])
     (folder / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
     (folder / "my_judge.py").write_text(code_block("my_judge.py"))
     (folder / "my_game.py").write_text(code_block("my_game.py"))
-    (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import metric\ncorrect = metric\n")
+    (folder / "my_metric.py").write_text(code_block("my_metric.py"))
     if "google-t5/t5-small" in words:
         small_t5(folder / "google-t5/t5-small")
     for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):

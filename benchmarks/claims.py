@@ -375,6 +375,7 @@ CLAIMS = {
             ("two-layers", "val/explained_variance", "late", ">=", 0.35, 5),
             ("lora", "eval/optimality", "best", ">=", 0.98, 4),
             ("lora-all-linear", "eval/optimality", "best", ">=", 0.94, 3),
+            ("own-critic", "eval/optimality", "best", ">=", 0.98, 3),
         ],
         table={
             "eval/illegal": "illegal walks",

@@ -1,7 +1,7 @@
 """Our scripts and the trainers that people come from, on the same task: tables and figures of the stored curves.
 
 `check.py --write` rebuilds them, and `check.py` fails where README.md or a figure does not follow from the curves.
-What smollm2.py has written is stored, each directory's name ending with its seed, by
+What smollm2.py or randomwalks_ppo.py has written is stored, each directory's name ending with its seed, by
 
     python benchmarks/references/report.py smollm2-grpo DIRECTORY-seed1 DIRECTORY-seed2 DIRECTORY-seed3
 """
@@ -47,6 +47,7 @@ REVIEWS = "smollm2-reviews"
 REFERENCES = {
     "sft": Reference("SFT on random walks", "sft-randomwalks", "default", "step", 0.25, ILLEGAL),
     "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),
+    "ppo-own-critic": Reference("PPO, a critic of its own", "ppo-randomwalks", "own-critic", "step", 0.95, ILLEGAL),
     "grpo": Reference("GRPO on sums", "grpo-sums", "default", "episode", 0.9),
     "calculator": Reference("GRPO with a calculator", "grpo-calculator", "default", "episode", 0.9, CALLS),
     "reward": Reference("Reward model on pairs of random walks", CHAIN, "reward-base", "step", 0.9),

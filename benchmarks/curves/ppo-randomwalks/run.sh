@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# PPO on random walks; two of six layers, LoRA; a strong KL penalty, and LoRA without the output layer.
+# PPO on random walks; two of six layers, LoRA; a strong KL penalty, LoRA without the output layer, and a critic with a
+# trunk of its own.
 . "$(dirname "$0")/../common.sh"
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     train default ppo --eval-every 20
@@ -9,4 +10,5 @@ for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     [ "$seed" -le 3 ] || continue
     train kl-coef-10 ppo --eval-every 20 --kl-coef 10 --vf-coef 0.1 --total-episodes 10240
     train lora-all-linear ppo --eval-every 20 --lora-r 8 --lr 5e-3
+    train own-critic ppo --eval-every 20 --save-every 0 --value-model benchmarks/tasks/randomwalks.py:base_model
 done

@@ -35,25 +35,18 @@ VARIANTS = {  # of grpo-variants -> the one that each is compared with
     **dict.fromkeys(["dr-grpo", "rloo", "batch", "maxrl", "kl", "unbiased-kl", "four-steps"], "grpo"),
     **dict.fromkeys(["dapo", "gspo", "cispo", "ppo"], "four-steps"),
 }
-DETAILS = {  # of ppo-details -> the one that each is compared with
-    "walks": dict.fromkeys(
-        "no-whitening lam-1 no-value-clip no-kl adaptive-kl clip-0.1 clip-0.4 one-epoch zero-head linear-head detached "
-        "own-critic value-lr-times-5 value-warmup scaled centred score-before-end small-batches".split(),
-        "ppo",
-    )
-    | {"whitened-in-batches": "small-batches"},
-    "sums": dict.fromkeys(
-        "no-whitening lam-0.95 no-value-clip kl clip-0.1 clip-0.4 one-epoch zero-head detached own-critic "
-        "value-lr-times-5".split(),
-        "ppo",
-    ),
+DETAILS = {  # of ppo-details, each compared with ppo
+    "walks": "no-whitening lam-1 no-value-clip no-kl adaptive-kl clip-0.1 clip-0.4 one-epoch zero-head linear-head "
+    "detached own-critic value-lr-times-5 value-warmup scaled centred score-before-end small-batches",
+    "sums": "no-whitening lam-0.95 no-value-clip kl clip-0.1 clip-0.4 one-epoch zero-head detached own-critic "
+    "value-lr-times-5",
 }
 CORRECTIONS = ["truncate", "mask", "sequence-mask", "decoupled"]
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
 
 
-def task_pairs(task, variants):
-    return {f"{task}-{variant}": f"{task}-{base}" for variant, base in variants.items()}
+def variant_pairs(task):
+    return {f"{task}-{variant}": f"{task}-{base}" for variant, base in VARIANTS.items()}
 
 
 def stale_pairs():
@@ -278,25 +271,27 @@ CLAIMS = {
         score="eval/accuracy",
         bars=[(f"{task}-grpo", "eval/accuracy", "last", ">=", 0.95, 9) for task in ("sums", "calculator")],
         table={"policy/entropy": "entropy", "policy/clipfrac": "clipped", "objective/kl": "KL to the start"},
-        pairs=task_pairs("sums", VARIANTS) | task_pairs("calculator", VARIANTS),
+        pairs=variant_pairs("sums") | variant_pairs("calculator"),
     ),
     "ppo-details": Claim(
         title="What details of PPO are worth, in pairs: same seeds and episodes",
         score="eval/accuracy",
-        scores={f"walks-{name}": "eval/optimality" for name in ("ppo", *DETAILS["walks"])},
+        scores={f"walks-{name}": "eval/optimality" for name in f"ppo whitened-in-batches {DETAILS['walks']}".split()},
         bars=[],
         table={
             "val/explained_variance": "explained variance",
             "policy/clipfrac": "clipped",
             "objective/kl": "KL to the start",
         },
-        pairs=task_pairs("walks", DETAILS["walks"]) | task_pairs("sums", DETAILS["sums"]),
+        pairs={f"{task}-{name}": f"{task}-ppo" for task, names in DETAILS.items() for name in names.split()}
+        | {"walks-whitened-in-batches": "walks-small-batches"},
     ),
     "ppo-critics": Claim(
         title="Critics of PPO on sums: what they explain before the policy moves, and while it learns",
         score="eval/accuracy",
         bars=[],
         table={"val/explained_variance": "explained variance", "objective/kl": "KL to the start"},
+        scores={"reviews-own-warm": "eval/sentiment"},
         axis="episode",
         panels=["eval/accuracy", "val/explained_variance"],
     ),

@@ -272,10 +272,7 @@ WRONG = {
     "no trained ids within --max-new": lambda prompt_ids: [[([1] * 9, False), ([2], True)] for _ in prompt_ids],
     "did not return behind exactly": retokenised,
     "behind exactly the ids before": forgets_a_turn,
-    "sampler_logprobs needs a number for each": lambda prompt_ids: (
-        [[([2], True), ([1], False)] for _ in prompt_ids],
-        {"sampler_logprobs": [[-1.0, -1.0]] * len(prompt_ids)},
-    ),
+    "needs a number for each trained id": lambda prompt_ids: ([[([2], True)]] * 12, {"sampler_logprobs": [[]] * 12}),
     "trained ids that `sample` did not return": adds_a_word,
     # the last one twice
     "takes contexts \\(ids\\) for different rows": lambda sample, prompt_ids: sample(prompt_ids[:2], [11, -1]),

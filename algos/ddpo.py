@@ -143,7 +143,7 @@ class Args(RunArgs):
 
     # ---- run
     save_every: Natural = 20
-    """Optimizer steps between checkpoints; 0: only at the end and at the best evaluation."""
+    """Optimizer steps between checkpoints, at most ten minutes; 0: only at the end, the best evaluation or a signal."""
     eval_every: Natural = 40
     """Optimizer steps between evaluations, which also happen at the start and the end; 0: never evaluate."""
 

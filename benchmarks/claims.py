@@ -277,19 +277,18 @@ CLAIMS = {
         title="What details of PPO are worth, in pairs: same seeds and episodes",
         score="eval/accuracy",
         scores={f"walks-{name}": "eval/optimality" for name in f"ppo whitened-in-batches {DETAILS['walks']}".split()},
-        bars=[],
-        table={
-            "val/explained_variance": "explained variance",
-            "policy/clipfrac": "clipped",
-            "objective/kl": "KL to the start",
-        },
+        bars=[("walks-ppo", "eval/optimality", "last", ">=", 0.94, 6)],
+        table={"val/explained_variance": "explained variance", "objective/kl": "KL", "tokens/eos_rate": "ended"},
         pairs={f"{task}-{name}": f"{task}-ppo" for task, names in DETAILS.items() for name in names.split()}
         | {"walks-whitened-in-batches": "walks-small-batches"},
     ),
     "ppo-critics": Claim(
         title="Critics of PPO on sums: what they explain before the policy moves, and while it learns",
         score="eval/accuracy",
-        bars=[],
+        bars=[
+            ("own-warm", "val/explained_variance", "best", ">=", 0.3, 3),
+            ("head", "val/explained_variance", "best", "<=", 0.05, 3),
+        ],
         table={"val/explained_variance": "explained variance", "objective/kl": "KL to the start"},
         scores={"reviews-own-warm": "eval/sentiment"},
         axis="episode",
@@ -370,7 +369,6 @@ CLAIMS = {
             ("two-layers", "val/explained_variance", "late", ">=", 0.35, 5),
             ("lora", "eval/optimality", "best", ">=", 0.98, 4),
             ("lora-all-linear", "eval/optimality", "best", ">=", 0.94, 3),
-            ("own-critic", "eval/optimality", "best", ">=", 0.98, 3),
         ],
         table={
             "eval/illegal": "illegal walks",

@@ -213,7 +213,7 @@ class RunArgs:
     """Autocast of the forward pass. Default: bf16 if the launcher says so, or for float32 weights on a GPU that
     supports it; otherwise no. Weights and optimizer keep --dtype."""
     save_every: Natural = 100
-    """Optimizer steps between checkpoints, at most ten minutes; 0: only at the end and at the best evaluation."""
+    """Optimizer steps between checkpoints, at most ten minutes; 0: only at the end, the best evaluation or a signal."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints to keep, besides the best by evaluation."""
     eval_every: Natural = 100

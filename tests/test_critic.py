@@ -63,8 +63,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_run_with_a_critic_goes_on_bitwise(judge, gpt2_dir, tmp_path, choice):
-    """The warm-up trains the critic alone, with a shared trunk its head; then the policy begins, with its schedule and
-    moments. What goes on from any checkpoint ends with the same bits."""
+    """The warm-up trains the critic alone; then the policy begins, with its schedule. Checkpoints go on bitwise."""
     flags = dict(CHOICES[choice], value_lr=1e-2, value_warmup=1, total_episodes=24, weight_decay=0.1)
     flags["value_model"] = {"gpt2": gpt2_dir, "judge": judge}.get(flags.get("value_model"))
     flags |= {"kl_target": 1e-6, "kl_horizon": 8, "keep_checkpoints": 9}

@@ -6,10 +6,10 @@ from benchmarks import size
 
 # Lines at most. These numbers only fall: who needs more lines somewhere takes as many away there in the same commit.
 LIMITS = {
-    "common/": 3907,
+    "common/": 3906,
     "common/, code": 2901,
     "algos/": 4999,
-    "ppo.py in one file": 4517,
+    "ppo.py in one file": 4516,
     "tests/": 16193,
     "benchmarks/, with .sh": 7111,
 }

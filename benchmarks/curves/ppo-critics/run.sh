@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Critics of PPO on sums: a head on the policy, or a trunk of its own, with and without 24 iterations before the policy
-# moves; beside GRPO. 34 iterations of 512 episodes. And reviews by SmolLM2 with a critic of its own, one seed.
+# Critics of PPO on sums, with and without 24 iterations before the policy moves; reviews by SmolLM2, one seed.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
 ppo() { train "$1" ppo --config $tasks/arithmetic/ppo_sums.yaml --eval-every 8 "${@:2}" --total-episodes 17408; }

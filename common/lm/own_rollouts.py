@@ -66,8 +66,8 @@ def own_rollout(
     added = [{column: values[place] for column, values in columns.items()} for place in range(len(local))]
     rows = [row | new for row, new in zip(rows, gather_list(added), strict=False)]
     parts = gather_list(segments)[: len(queries)]
-    responses = [[token for ids, _ in segments for token in ids] for segments in parts]
-    trained = [[is_trained for ids, is_trained in segments for _ in ids] for segments in parts]
+    responses = [sum((ids for ids, _ in segments), []) for segments in parts]
+    trained = [sum(([is_trained] * len(ids) for ids, is_trained in segments), []) for segments in parts]
     for row, is_trained in zip(rows, trained, strict=True):
         if "sampler_logprobs" in row:  # is cut with the ids
             row["sampler_logprobs"] = row["sampler_logprobs"][: sum(is_trained)]

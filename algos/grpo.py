@@ -415,7 +415,7 @@ def store_logprobs(accelerator, model, episodes, name, args):
     """Gives every episode, as the field `name`, the log-probabilities of its trained tokens."""
 
     def logprobs_of(lines):
-        with accelerator.autocast():  # nothing else casts for ref, but with FSDP2
+        with accelerator.autocast():  # nothing else casts for ref, except FSDP2
             logprobs, _, _ = line_logprobs(model, lines, args.temperature)
         return {name: logprobs}
 

@@ -504,7 +504,7 @@ def rollout(accelerator, model, ref, tokenizer, rows, queries, data, iteration, 
     # computed as in training, because sampling rounds differently
     def columns_of(lines):
         logprobs, values, entropies = model(lines, temperature=args.temperature, also=token_entropies)
-        with accelerator.autocast():  # nothing else casts for ref, but with FSDP2
+        with accelerator.autocast():  # nothing else casts for ref, except FSDP2
             ref_logprobs, _, _ = line_logprobs(ref, lines, args.temperature)
         return {"logprobs": logprobs, "values": values, "entropies": entropies, "ref_logprobs": ref_logprobs}
 

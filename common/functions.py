@@ -61,7 +61,6 @@ def say_warning(record):
 
 
 library_warnings = logging.Handler()
-library_warnings.emit = say_warning
 
 
 @contextlib.contextmanager
@@ -72,6 +71,7 @@ def loading(flag, name):
     screen.show(f"loading {flag}")
     transformers_logging.disable_progress_bar()
     transformers_logging.disable_default_handler()
+    library_warnings.emit = say_warning
     transformers_logging.add_handler(library_warnings)
     transformers_logging.set_verbosity_warning()
     if isinstance(name, str):

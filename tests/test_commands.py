@@ -90,7 +90,7 @@ def fill(folder, script, words, model, scripts):
     (folder / "my_reward.py").write_text(code_block("my_judge.py" if script == "ddpo" else "my_reward.py"))
     (folder / "my_judge.py").write_text(code_block("my_judge.py"))
     (folder / "my_game.py").write_text(code_block("my_game.py"))
-    (folder / "my_metric.py").write_text(code_block("my_metric.py"))
+    (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import *\n" + code_block("my_metric.py"))
     if "google-t5/t5-small" in words:
         small_t5(folder / "google-t5/t5-small")
     for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):

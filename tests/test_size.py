@@ -9,7 +9,7 @@ LIMITS = {
     "common/": 3906,
     "common/, code": 2901,
     "algos/": 4999,
-    "ppo.py in one file": 4516,
+    "ppo.py in one file": 4523,  # with say_warning, which was missing in it
     "tests/": 16193,
     "benchmarks/, with .sh": 7109,
 }

@@ -35,11 +35,10 @@ VARIANTS = {  # of grpo-variants -> the one that each is compared with
     **dict.fromkeys(["dr-grpo", "rloo", "batch", "maxrl", "kl", "unbiased-kl", "four-steps"], "grpo"),
     **dict.fromkeys(["dapo", "gspo", "cispo", "ppo"], "four-steps"),
 }
-DETAILS = {  # of ppo-details, each compared with ppo
-    "walks": "no-whitening lam-1 no-value-clip no-kl adaptive-kl clip-0.1 clip-0.4 one-epoch zero-head linear-head "
-    "detached own-critic value-lr-times-5 value-warmup scaled centred score-before-end small-batches",
-    "sums": "no-whitening lam-0.95 no-value-clip kl clip-0.1 clip-0.4 one-epoch zero-head detached own-critic "
-    "value-lr-times-5",
+DETAILS = {  # of ppo-details, each compared with ppo; on both tasks, and on one
+    "both": "no-whitening no-value-clip clip-0.1 clip-0.4 one-epoch zero-head detached own-critic value-lr-times-5",
+    "walks": "lam-1 no-kl adaptive-kl linear-head value-warmup scaled centred score-before-end small-batches",
+    "sums": "lam-0.95 kl",
 }
 CORRECTIONS = ["truncate", "mask", "sequence-mask", "decoupled"]
 GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r16-1e-3", "r4-3e-4", "r64-3e-4"]
@@ -47,6 +46,14 @@ GRPO_RATES = ["full-1e-6", "full-3e-6", "full-1e-5", "r16-1e-4", "r16-3e-4", "r1
 
 def variant_pairs(task):
     return {f"{task}-{variant}": f"{task}-{base}" for variant, base in VARIANTS.items()}
+
+
+def detail_pairs():
+    """Variants of ppo-details -> the one that each is compared with."""
+    pairs = {}
+    for task in ("walks", "sums"):
+        pairs |= {f"{task}-{name}": f"{task}-ppo" for name in f"{DETAILS['both']} {DETAILS[task]}".split()}
+    return pairs | {"walks-whitened-in-batches": "walks-small-batches"}
 
 
 def stale_pairs():
@@ -276,21 +283,31 @@ CLAIMS = {
     "ppo-details": Claim(
         title="What details of PPO are worth, in pairs: same seeds and episodes",
         score="eval/accuracy",
-        scores={f"walks-{name}": "eval/optimality" for name in f"ppo whitened-in-batches {DETAILS['walks']}".split()},
-        bars=[("walks-ppo", "eval/optimality", "last", ">=", 0.94, 6)],
+        scores={name: "eval/optimality" for name in ["walks-ppo", *detail_pairs()] if name.startswith("walks")},
+        bars=[("walks-ppo", "eval/optimality", "last", ">=", 0.94, 9)],
         table={"val/explained_variance": "explained variance", "objective/kl": "KL", "tokens/eos_rate": "ended"},
-        pairs=dict.fromkeys([f"walks-{name}" for name in DETAILS["walks"].split()], "walks-ppo")
-        | dict.fromkeys([f"sums-{name}" for name in DETAILS["sums"].split()], "sums-ppo")
-        | {"walks-whitened-in-batches": "walks-small-batches"},
+        pairs=detail_pairs(),
     ),
     "ppo-critics": Claim(
         title="Critics of PPO on sums: what they explain before the policy moves, and while it learns",
         score="eval/accuracy",
         bars=[("own-warm", "val/explained_variance", "best", ">=", 0.3, 3)],
         table={"val/explained_variance": "explained variance", "objective/kl": "KL to the start"},
-        scores={"reviews-own-warm": "eval/sentiment"},
         axis="episode",
         panels=["eval/accuracy", "val/explained_variance"],
+    ),
+    "smollm2-critics": Claim(
+        title="Critics of PPO on a pretrained model, beside GRPO: the sentiment of film reviews by SmolLM2",
+        score="eval/sentiment",
+        bars=[("own", "val/explained_variance", "late", ">=", 0.25, 2)],
+        table={
+            "val/explained_variance": "explained variance",
+            "objective/kl": "KL to the start",
+            "eval/distinct": "different words",
+        },
+        scores={"reward": "eval/accuracy"},
+        axis="seconds",
+        panels=["eval/sentiment", "val/explained_variance"],
     ),
     "grpo-stale": Claim(
         title="GRPO from a sampler that is not the policy: old weights, rounded weights, weights never handed over",

@@ -23,7 +23,7 @@ def changed(recipe, script="ppo"):
     for before, added in re.findall(r"((?:^[- ].*\n)+)((?:^\+.*\n)+)", recipe, flags=re.M):
         old = re.sub(r"^.", "", before, flags=re.M)
         new = re.sub(r"^.", "", re.sub(r"^-.*\n", "", before, flags=re.M) + added, flags=re.M)
-        assert source.count(old) == 1, f"not once in {script}.py: {old}"
+        assert source.count(old) == 1, f"a recipe of the guide quotes what is not once in {script}.py: {old}"
         source = source.replace(old, new)
     return source
 

@@ -31,4 +31,4 @@ def test_what_is_counted(tmp_path):
     )
     assert size.taken(script) == ({"one", "two", "three"}, {"common.a", "common.lm.b"})
     assert (size.lines_of(script), size.code_lines_of(script)) == (14, 7)
-    assert ROOT / "algos/ppo.py" in size.scripts_of(ROOT) and len(size.scripts_of(ROOT)) == 7
+    assert ROOT / "algos/ppo.py" in size.scripts_of(ROOT)

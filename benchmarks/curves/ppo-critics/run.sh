@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Critics of PPO on sums, with and without 24 iterations before the policy moves; reviews by SmolLM2, one seed.
+# Critics of PPO on sums, with and without 24 iterations before the policy moves.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
 ppo() { train "$1" ppo --config $tasks/arithmetic/ppo_sums.yaml --eval-every 8 "${@:2}" --total-episodes 17408; }
@@ -9,7 +9,4 @@ for seed in ${SEEDS:-1 2 3}; do
     ppo own --value-model $tasks/arithmetic.py:base_model
     ppo own-warm --value-model $tasks/arithmetic.py:base_model --value-warmup 24
     train grpo grpo --config $tasks/arithmetic/grpo.yaml --total-episodes 17408 --eval-every 2
-    [ "$seed" -le 1 ] || continue
-    slim=1 train reviews-own-warm ppo --config $tasks/pretrained/ppo_reviews.yaml --mixed-precision no --eval-every 8 \
-        --value-model $tasks/pretrained.py:model --value-lr 4e-5 --value-warmup 12 --total-episodes 1280
 done

@@ -15,39 +15,31 @@ edited() {  # task, variant, an edit of ppo.py by sed, flags
     "$1" "$2" "${@:4}"
 }
 white='    advantages = (advantages - advantages.mean()) * (advantages.var(correction=0) + 1e-8).rsqrt()'
-unwhitened='/^    advantages = masked_whiten(advantages, mask)$/d'
-for seed in ${SEEDS:-1 2 3 4 5 6}; do
-    walks ppo
-    edited walks no-whitening "$unwhitened"
+details() {  # task, the weights that its own critic starts from, five times its learning rate
+    "$1" ppo
+    edited "$1" no-whitening '/^    advantages = masked_whiten(advantages, mask)$/d'
+    "$1" no-value-clip --cliprange-value 0
+    "$1" clip-0.1 --cliprange 0.1
+    "$1" clip-0.4 --cliprange 0.4
+    every=2 "$1" one-epoch --ppo-epochs 1
+    "$1" zero-head --value-head-init zeros
+    "$1" detached --detach-value-trunk
+    "$1" own-critic --value-model "$tasks/$2"
+    "$1" value-lr-times-5 --value-lr "$3"
+}
+for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
+    details sums arithmetic.py:base_model 2.5e-3
+    sums lam-0.95 --lam 0.95
+    sums kl --kl-coef 0.05
+    details walks randomwalks.py:base_model 3e-3
     walks lam-1 --lam 1
-    walks no-value-clip --cliprange-value 0
     walks no-kl --kl-coef 0
     walks adaptive-kl --kl-target 1
-    walks clip-0.1 --cliprange 0.1
-    walks clip-0.4 --cliprange 0.4
-    every=2 walks one-epoch --ppo-epochs 1
-    walks zero-head --value-head-init zeros
     walks linear-head --value-head linear
-    walks detached --detach-value-trunk
-    walks own-critic --value-model $tasks/randomwalks.py:base_model
-    walks value-lr-times-5 --value-lr 3e-3
     walks value-warmup --value-warmup 2
     walks scaled --score-scaling running
     walks centred --score-scaling running-norm
     edited walks score-before-end 's/^            row\[-1\] = score$/            row[max(0, len(row) - 2)] = score/'
     every=32 walks small-batches --batch-size 128
     every=32 edited walks whitened-in-batches "s/^    advantages = of_all(.*/&\n$white/" --batch-size 128
-    [ "$seed" -le 5 ] || continue
-    sums ppo
-    edited sums no-whitening "$unwhitened"
-    sums lam-0.95 --lam 0.95
-    sums no-value-clip --cliprange-value 0
-    sums kl --kl-coef 0.05
-    sums clip-0.1 --cliprange 0.1
-    sums clip-0.4 --cliprange 0.4
-    every=2 sums one-epoch --ppo-epochs 1
-    sums zero-head --value-head-init zeros
-    sums detached --detach-value-trunk
-    sums own-critic --value-model $tasks/arithmetic.py:base_model
-    sums value-lr-times-5 --value-lr 2.5e-3
 done

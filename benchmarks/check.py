@@ -63,6 +63,7 @@ MEASURES = {  # what `measured` returns, in words
     "rise": "rise since the best score of",
 }
 CASES = "benchmarks/faults/cases.csv"
+PRECISION = "benchmarks/curves/grpo-stale/precision.csv"
 DECODING = "right token profile update kernels peers pretrained".split()  # parts of benchmarks/gpu.py
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
 FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
@@ -408,6 +409,7 @@ def blocks():
         ("benchmarks/throughput/README.md", "same work", throughput.same_work),
         ("benchmarks/throughput/README.md", "engine", engine.table),
         ("benchmarks/curves/pitfalls/README.md", "signs", signs),
+        ("benchmarks/curves/grpo-stale/README.md", "precision", functools.partial(csv_table, PRECISION)),
         ("benchmarks/gpu.md", "tables", functools.partial(gpu_tables, ["traces", "again", "tasks", "steps"])),
         ("benchmarks/gpu_decode.md", "tables", functools.partial(gpu_tables, DECODING)),
         ("benchmarks/gpu_decode.md", "iterations", functools.partial(csv_table, "benchmarks/gpu/iterations.csv")),

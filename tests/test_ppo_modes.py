@@ -83,22 +83,6 @@ def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
         torch.testing.assert_close(ppo.of_all(episodes, "returns"), returns[mask], rtol=1e-9, atol=1e-9)
 
 
-def test_scores_keep_the_precision_of_the_run(monkeypatch, gpt2_dir, tmp_path):
-    """Lists and single numbers: thirds, which float32 would round."""
-    returned = []
-
-    def reward(output_ids, **columns):
-        for number, ids in enumerate(output_ids):
-            returned.append([1 / 3] * len(ids) if number % 2 else number / 3)
-        return returned[-len(output_ids) :]
-
-    calls = recorded(monkeypatch, ppo, "estimate_advantages")
-    run_ppo(gpt2_dir, tmp_path / "run", reward=reward, total_episodes=10)
-    [(_, (raw_scores, *_))] = calls
-    expected = [sum(score) if isinstance(score, list) else score for score in returned]
-    assert raw_scores.sum(1).tolist() == pytest.approx(expected, rel=1e-14)
-
-
 def ragged(rows, seed):
     """Scores (rows, 7), some a number per token; their mask; which were cut; where the last token is."""
     random = np.random.default_rng(seed)

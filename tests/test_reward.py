@@ -16,7 +16,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.errors import InputError
 from common.lm.classifier import RewardModel, classifier_logits
 from common.lm.tokens import encode_prompts, int32
 
@@ -288,14 +287,6 @@ def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
     AutoTokenizer.from_pretrained(bert_dir).save_pretrained(tmp_path)
     lm, _, new = load(tmp_path)
     assert new and lm.classifier.weight.all() and not lm.classifier.bias.any()
-
-
-def test_several_labels_are_refused(build_model, letters, tmp_path):
-    config = build_model().config
-    config.num_labels = 3
-    model = AutoModelForSequenceClassification.from_config(config).double()
-    with pytest.raises(InputError, match="--model has 3 labels, but a reward model has one"):
-        run_reward(model, tmp_path / "run", tokenizer=letters)
 
 
 def test_only_the_head_and_the_top_blocks_move(gpt2_dir, bert_dir, tmp_path):

@@ -223,11 +223,7 @@ def test_ppo_reads_the_scores_of_chats(template, chatty, gpt2_dir, tmp_path, cap
         texts = [prompt + row[side] for prompt, row in zip(prompts, PAIRS, strict=True)]
         found = ppo_scores(run_dir / "hf_model", texts, [True] * 7, chats=True)
         assert found == pytest.approx(scores_of(run_dir, side), rel=1e-9, abs=1e-9)
-    check_example(run_dir, capsys)
-
-
-def check_example(run_dir, capsys):
-    """Runs the code on the card."""
+    # the code on the card
     usage = re.search(r"```python\n(.*?)```", (run_dir / "README.md").read_text(), re.S)[1]
     capsys.readouterr()
     exec(usage, {})

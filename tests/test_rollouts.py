@@ -232,8 +232,6 @@ def test_options_of_the_template_reach_every_text(build_model, tmp_path):
     flags = {"tokenizer": tokenizer, "dataset": [{"prompt": chat}], "rollout": episode}
     run("grpo", lm, tmp_path / "run", template_options=("think=false", "mood=3"), total_episodes=12, **flags)
     assert all("system\nBe 3<|im_end|>" in prompt for prompt in seen)
-    with pytest.raises(InputError, match="--template-options: expected key=value, not think"):
-        run("grpo", lm, tmp_path / "other", template_options=("think",), **flags)
 
 
 def retokenised(sample, prompt_ids, tokenizer):

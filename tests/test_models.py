@@ -21,7 +21,6 @@ from algos import ilql, ppo, reward, sft
 from common.checkpoint import export_model, full_weights
 from common.cli import from_task
 from common.errors import InputError
-from common.functions import ROOT
 from common.lm import load
 from common.lm.classifier import RewardModel, classifier_ids
 from common.lm.load import load_model
@@ -124,20 +123,6 @@ def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypa
     load_model(sft.Args(model=path, dataset=[]), path)
     out, err = capsys.readouterr()
     assert out.startswith("warning: a wrong pattern\n") and "REPORT" not in out + err and "%" not in err
-
-
-def test_directories_without_a_language_model(tmp_path):
-    """They are told by what they lack. ddpo.py takes a pipeline, and no language model."""
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").touch()
-    (tmp_path / "empty").mkdir()
-    for path, said in (
-        (tmp_path / "texts", "it has no config.json"),
-        (tmp_path / "empty", "it has no config.json"),
-        (ROOT / "benchmarks/tasks/shapes/base_model", "it is a pipeline: see ddpo.py"),
-    ):
-        with pytest.raises(InputError, match=f"--model {path} cannot be loaded: {said}"):
-            load_model(sft.Args(model=str(path), dataset=[]), str(path))
 
 
 def test_a_stop_string_that_the_tokenizer_cannot_write_is_said(gpt2_dir, letters, capsys):

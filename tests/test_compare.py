@@ -132,15 +132,3 @@ def test_a_folder_is_listed_with_what_is_no_run(make, shown, tmp_path):
         "ppo-1a2b3c4d                             finished       eval/reward 0.75  ppo",
         "torn                                     stopped 11/40  eval/reward 1     ppo",
     ]
-
-
-def test_nothing_to_compare_and_no_picture_are_one_sentence(make, shown, capsys):
-    with pytest.raises(SystemExit, match="^error: there is no run in nowhere$"):
-        shown("nowhere")
-    assert capsys.readouterr().out.startswith("left out: nowhere: ")
-    make("begun", [], finished=False)
-    assert shown("begun")[0] == "no run has a step"
-    make("a", [0.0, 0.5])
-    for name in ("nowhere/a.png", "a.nothing"):
-        with pytest.raises(SystemExit, match=f"^error: --out {name} cannot be written: "):
-            shown("a", out=name)

@@ -555,28 +555,20 @@ PPO = [
 IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/absent"]
 
 
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """drawn(records, names, title) -> the title of the figure as it is saved, {label: {metric: line}} of its panels."""
+def test_panels_of_a_run(monkeypatch, tmp_path):
+    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
-
-    def draw(records, names, title="run: model"):
-        draw_curves(records, names, title, tmp_path / "curve.png")
-        assert all(float(tick).is_integer() for x in figures[-1].axes for tick in x.get_xticks())
-        panels = {x.get_ylabel(): {line.get_label(): line for line in x.get_lines()} for x in figures[-1].axes}
-        return figures[-1].get_suptitle(), panels
-
-    return draw
-
-
-def test_panels_of_a_run(drawn):
-    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
-    title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
-    assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
-    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:80]
-    assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
-    assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
+    title = "ppo-0123abcd: $x_" + "a/" * 99
+    draw_curves(PPO, ["eval/reward", *IN_STATUS], title, tmp_path / "curve.png")
+    [figure] = figures
+    assert figure.get_suptitle() == title[:80]
+    assert all(float(tick).is_integer() for panel in figure.axes for tick in panel.get_xticks())
+    assert [panel.get_ylabel() for panel in figure.axes] == ["reward", "scores", "kl", "policy", "vowels"]
+    [[reward], [scores], *_] = [panel.get_lines() for panel in figure.axes]
+    assert (reward.get_label(), scores.get_label()) == ("eval/reward", "objective/scores")
+    assert reward.get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
+    assert scores.get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
 
 ENV = {

@@ -25,9 +25,10 @@ from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weight
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
+from test_models import short_sft
 from transformers import GenerationMixin
 
-from algos import dpo, sft
+from algos import dpo
 from benchmarks.tables import by_step
 from common import report
 from common import run as run_module
@@ -162,15 +163,8 @@ def test_the_lowest_error_rate_is_the_best(gpt2_dir, tmp_path, capsys):
     def wer(outputs):
         return {"wer": [rates.pop(0)] * len(outputs)}
 
-    settings = {
-        "model": gpt2_dir,
-        "dataset": [{"text": "ab"}] * 3,
-        "eval_prompts": [{"prompt": "a"}] * 2,
-        "metric": wer,
-    }
-    settings |= {"total_steps": 3, "batch_size": 1, "eval_every": 1, "threads": 1, "max_new_tokens": 4}
-    settings["lower_is_better"] = True
-    _, run_dir = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **settings))
+    flags = {"eval_dataset": None, "eval_prompts": [{"prompt": "a"}] * 2, "metric": wer, "lower_is_better": True}
+    _, run_dir = short_sft(gpt2_dir, tmp_path / "run", eval_every=1, max_new_tokens=4, **flags)
     state = json.loads((max((run_dir / "checkpoints").iterdir()) / "state.json").read_text())
     assert (state["best_step"], state["best_score"]) == (1, -0.2)
     assert "eval/wer 0.5 -> 0.9" in (said := capsys.readouterr().out) and "; lower is better\n" in said
@@ -212,9 +206,8 @@ def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
         return {"length": [len(output) for output in outputs]}
 
     rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcd"]
-    flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
-    flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
-    _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
+    flags = {"dataset": rows, "eval_dataset": rows, "total_steps": 4, "max_new_tokens": 3, "metric": slow}
+    _, folder = short_sft(gpt2_dir, tmp_path / "run", **flags)
     perf = by_step(lines(folder / "perf.jsonl"))
     assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
     for record in perf:

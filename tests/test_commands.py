@@ -13,7 +13,8 @@ import pytest
 import torch
 from harness import ROOT
 from helpers import log, write
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from test_seq2seq import random_seq2seq
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tasks import randomwalks, shapes
 
@@ -92,23 +93,13 @@ def fill(folder, script, words, model, scripts):
     (folder / "my_game.py").write_text(code_block("my_game.py"))
     (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import *\n" + code_block("my_metric.py"))
     if "google-t5/t5-small" in words:
-        small_t5(folder / "google-t5/t5-small")
+        random_seq2seq("t5").save_pretrained(folder / "google-t5/t5-small")
+        randomwalks.tokenizer().save_pretrained(folder / "google-t5/t5-small")
     for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
         adapters = ["--lora-r", "4"] if "lora" in judge else []
         argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]
         write(folder / "judge.jsonl", randomwalks.pairs())
         scripts.run([*argv, *adapters, "--lr", "1e-3", "--total-steps", "8", "--threads", "1"], folder)
-
-
-def small_t5(path):
-    letters = randomwalks.tokenizer()
-    config = T5Config(
-        vocab_size=len(letters), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=23,
-        eos_token_id=letters.eos_token_id, pad_token_id=letters.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    T5ForConditionalGeneration(config).save_pretrained(path)
-    letters.save_pretrained(path)
 
 
 def mean_optimality(path):

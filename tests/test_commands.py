@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 import torch
 from harness import ROOT
-from helpers import log, write
+from helpers import log, save, write
 from test_seq2seq import random_seq2seq
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,8 +61,7 @@ def longer_model(tmp_path_factory):
     model.transformer.wpe.weight.data.mul_(0.02)
     model.transformer.wpe.weight.data[: len(positions)] = positions
     model.config.n_positions = 600
-    model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(randomwalks.base_model(), model_max_length=600).save_pretrained(path)
+    save(path, model, AutoTokenizer.from_pretrained(randomwalks.base_model(), model_max_length=600))
     return path
 
 
@@ -93,8 +92,7 @@ def fill(folder, script, words, model, scripts):
     (folder / "my_game.py").write_text(code_block("my_game.py"))
     (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import *\n" + code_block("my_metric.py"))
     if "google-t5/t5-small" in words:
-        random_seq2seq("t5").save_pretrained(folder / "google-t5/t5-small")
-        randomwalks.tokenizer().save_pretrained(folder / "google-t5/t5-small")
+        save(folder / "google-t5/t5-small", random_seq2seq("t5"), randomwalks.tokenizer())
     for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
         adapters = ["--lora-r", "4"] if "lora" in judge else []
         argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from helpers import INF, NAN, PAD, close, equal, random, recorded, tensor
+from helpers import INF, NAN, PAD, close, equal, random, recorded, save, tensor
 from torch import nn
 
 from algos import ilql
@@ -259,9 +259,7 @@ def test_heads_keep_float32_under_autocast(build_model):
 
 def test_heads_of_another_number_are_refused(build_model, letters, tmp_path):
     model = build_model("gpt2")
-    model.save_pretrained(tmp_path)
-    letters.save_pretrained(tmp_path)
-    args = ilql.Args(model=str(tmp_path), dataset=[])
+    args = ilql.Args(model=save(tmp_path, model, letters), dataset=[])
     safetensors.torch.save_file(ilql.PolicyWithQ(model, two_qs=False).head_weights(), tmp_path / ilql.HEADS_FILE)
     with pytest.raises(InputError, match=f"^--model {tmp_path} cannot be loaded: it was written with --no-two-qs"):
         ilql.load(args, str(tmp_path), "cpu")

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, lines_of, log, recorded, rolled, trained_ids
+from helpers import EOS, lines_of, log, recorded, rolled, save, trained_ids
 from test_invariants import run_ppo, weights
 from test_models import more_vowels
 from test_reward import reward_args
@@ -224,8 +224,7 @@ def save_classifier(folder, family, pad):
     torch.manual_seed(1)
     names = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "pad_token_id": tokenizer.pad_token_id}
     config = getattr(transformers, f"{family}Config")(**CLASSIFIERS[family], **TOKENS | names)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
 @torch.no_grad()

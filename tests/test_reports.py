@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator, tracking
 from harness import ALGOS, ROOT, flags, lines
 from harness import launch as launched
-from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, save, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
@@ -628,8 +628,7 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, letters, build_model, t
     if adds_bos:
         add_specials(letters, "<bos> $A")
     lm = build_model("llama")
-    for part in (letters, lm):
-        part.save_pretrained(tmp_path)
+    save(tmp_path, lm, letters)
     _, (ids,) = encode_prompts([{"prompt": [user("bc")]}], letters, 3, 32, "--dataset")
     assert ids == letters.convert_tokens_to_ids(["<bos>", *"ubcs"])
     prompt, usage = load.lines_of_use(lm, letters, ids)

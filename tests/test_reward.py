@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, tensor, user
+from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, save, tensor, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import ppo, reward
@@ -78,9 +78,7 @@ def bert_dir(tmp_path_factory):
     tokenizer.eos_token = None
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZES, pad_token_id=PAD)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
 def test_pairwise_loss_golden():
@@ -279,9 +277,8 @@ def test_the_head_is_keyed_by_the_seed(gpt2_dir):
 
 
 def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
-    transformers.BertForMaskedLM.from_pretrained(bert_dir).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert_dir).save_pretrained(tmp_path)
-    lm, _, new = load(tmp_path)
+    encoder = transformers.BertForMaskedLM.from_pretrained(bert_dir)
+    lm, _, new = load(save(tmp_path, encoder, AutoTokenizer.from_pretrained(bert_dir)))
     assert new and lm.classifier.weight.all() and not lm.classifier.bias.any()
 
 

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import transformers as tf
-from helpers import BOS, EOS, PAD, add_specials, encoded, lines_of, log, recorded, rolled
+from helpers import BOS, EOS, PAD, add_specials, encoded, lines_of, log, recorded, rolled, save
 from test_ilql import LOSSES, slow_action
 from test_ilql_runs import lengths
 from test_models import more_vowels, reload
@@ -64,9 +64,7 @@ def family(request):
 def folder(family, tmp_path_factory):
     """Directory of the random model of a family and its tokenizer."""
     directory = tmp_path_factory.mktemp(family)
-    random_seq2seq(family).save_pretrained(directory)
-    add_specials(randomwalks.tokenizer(), FAMILIES[family][2]).save_pretrained(directory)
-    return str(directory)
+    return save(directory, random_seq2seq(family), add_specials(randomwalks.tokenizer(), FAMILIES[family][2]))
 
 
 @pytest.fixture

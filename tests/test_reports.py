@@ -40,8 +40,6 @@ from common.report import draw_curves
 from common.run import Run
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
-
-
 PAIRS = "rewards/chosen rewards/rejected rewards/margins rewards/accuracies"
 EVALUATED = {  # metrics of an evaluation, behind eval/
     **dict.fromkeys(("ppo", "grpo"), "vowels reward"),

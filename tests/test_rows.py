@@ -725,8 +725,6 @@ def test_arguments_of_tool_calls_become_mappings():
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PROMPTED = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
 HEADERS = [(HEADED, True), (PROMPTED, False), ("{{ messages[0].content }}", False)]
 
 
@@ -804,8 +802,6 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
 
 
 ODD = {"prompt": "x;y", "answer": "1989-11-09", "code": "007", "none": "NA", "big": 2**70, "info": {"a": None}}
-
-
 TABLES = [  # name, bytes, rows
     (
         "semicolons.csv", b'prompt;day;code;reward;margin;truncated\r\n"x;y";1989-11-09;007;"[1, 2.5]";;True',

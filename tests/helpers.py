@@ -46,6 +46,13 @@ def add_specials(tokenizer, template):
     return tokenizer
 
 
+def save(folder, model, tokenizer):
+    """Writes both into a directory, and returns its path as a text."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def pad_is_eos(tokenizer):
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -9,10 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import close, equal, lines_of, log, recorded, rolled, same_run
+from helpers import close, equal, lines_of, log, recorded, rolled, same_run, save
 from test_invariants import weights
 from test_models import IDS, PROMPTS, more_vowels
-from test_reward import ppo_scores
+from test_reward import alone, ppo_scores
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from algos import dpo, grpo, ilql, ppo, reward, sft
@@ -327,8 +327,7 @@ def test_adapters_that_would_lose_something(gpt2_dir, tmp_path, option):
     if option != "IA3":
         config = peft.LoraConfig(r=3, target_modules=["c_fc"], task_type="CAUSAL_LM", **option)
     lm = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(gpt2_dir), config)
-    lm.save_pretrained(tmp_path / "theirs")
-    AutoTokenizer.from_pretrained(gpt2_dir).save_pretrained(tmp_path / "theirs")
+    save(tmp_path / "theirs", lm, AutoTokenizer.from_pretrained(gpt2_dir))
     said = "(is not plain LoRA|magnitude.*missing|also holds .*, which the export would lose)"
     with pytest.raises(InputError, match=f"--model .*theirs cannot be loaded: .*{said}"):
         load_model(flags_of(), tmp_path / "theirs")
@@ -366,8 +365,7 @@ def test_an_adapter_of_fused_experts_goes_on(letters, tmp_path, family):
     config = transformers.Qwen3MoeConfig(**sizes, num_key_value_heads=1, num_experts=3, moe_intermediate_size=24)
     if family == "mixtral":
         config = transformers.MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    letters.save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", AutoModelForCausalLM.from_config(config), letters)
     _, run_dir = run(sft, tmp_path / "base", tmp_path / "one", lora_r=3)
     metrics, again = run(sft, run_dir / "hf_model", tmp_path / "two", lr=1e-30)
     assert metrics["eval/loss"] == pytest.approx(log(run_dir)[-1]["eval/loss"], abs=1e-5)
@@ -396,8 +394,7 @@ def test_a_run_goes_on_bitwise(gpt2_dir, lora, script, tmp_path):
 def test_checkpoints_of_other_weights(build_model, letters, lora, tmp_path, seed, rank):
     """Of another base, or of another rank."""
     checkpoint = max((lora(sft) / "checkpoints").iterdir())
-    build_model(seed=seed).save_pretrained(tmp_path / "model")
-    letters.save_pretrained(tmp_path / "model")
+    save(tmp_path / "model", build_model(seed=seed), letters)
     with pytest.raises(InputError, match="--resume .* holds other weights: keep its --model and"):
         run(sft, tmp_path / "model", tmp_path / "run", resume=str(checkpoint), lora_r=rank)
 
@@ -435,18 +432,15 @@ def test_the_score_head_is_trained_and_saved(gpt2_dir, lora, judge):
     assert "model_kwargs={'num_labels': 1}" in (lora(reward) / "README.md").read_text()
 
 
-def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge, gpt2_dir):
+def test_scores_of_a_reward_adapter_are_those_of_the_reward_model(judge):
     """By hand from plain transformers."""
-    alone = ppo_scores(judge, TEXTS, ENDED)
     plain = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).eval()
     tokenizer = AutoTokenizer.from_pretrained(judge)
-    for text, end, score in zip(TEXTS, ENDED, alone, strict=True):
+    for text, end, score in zip(TEXTS, ENDED, ppo_scores(judge, TEXTS, ENDED), strict=True):
         ids = tokenizer(text)["input_ids"]
         if end:
             ids.append(tokenizer.eos_token_id)
-        with torch.no_grad():
-            by_hand = plain(input_ids=torch.tensor([ids])).logits.item()
-        assert score == pytest.approx(by_hand, abs=1e-4)
+        assert score == pytest.approx(alone(plain, ids), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -457,8 +451,7 @@ def wide_dir(tmp_path_factory):
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     ids = {"bos_token_id": 21, "eos_token_id": 22, "pad_token_id": 23}
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(folder)
-    randomwalks.tokenizer().save_pretrained(folder)
+    save(folder, transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)), randomwalks.tokenizer())
     return folder
 
 

@@ -15,7 +15,7 @@ import graphs
 import pytest
 import torch
 import transformers as tf
-from helpers import log, recorded
+from helpers import log, recorded, save
 from test_models import IDS, more_vowels, reload
 from torch.distributed.fsdp import FSDPModule
 from torch.testing import assert_close
@@ -126,9 +126,7 @@ def folder(family, tmp_path_factory):
         for weight in lm.parameters():
             if family in MATRICES_OF_ONES and weight.ndim > 1:
                 weight.data.normal_(0.0, 0.3)
-        lm.save_pretrained(directory)
-    letters.save_pretrained(directory)
-    return str(directory)
+    return save(directory, lm, letters)
 
 
 @pytest.fixture

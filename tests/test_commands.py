@@ -12,8 +12,9 @@ from statistics import fmean
 import pytest
 import torch
 from harness import ROOT
-from helpers import log, write
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+from helpers import log, save, write
+from test_seq2seq import random_seq2seq
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.tasks import randomwalks, shapes
 
@@ -60,8 +61,7 @@ def longer_model(tmp_path_factory):
     model.transformer.wpe.weight.data.mul_(0.02)
     model.transformer.wpe.weight.data[: len(positions)] = positions
     model.config.n_positions = 600
-    model.save_pretrained(path)
-    AutoTokenizer.from_pretrained(randomwalks.base_model(), model_max_length=600).save_pretrained(path)
+    save(path, model, AutoTokenizer.from_pretrained(randomwalks.base_model(), model_max_length=600))
     return path
 
 
@@ -92,23 +92,12 @@ def fill(folder, script, words, model, scripts):
     (folder / "my_game.py").write_text(code_block("my_game.py"))
     (folder / "my_metric.py").write_text("from benchmarks.tasks.randomwalks import *\n" + code_block("my_metric.py"))
     if "google-t5/t5-small" in words:
-        small_t5(folder / "google-t5/t5-small")
+        save(folder / "google-t5/t5-small", random_seq2seq("t5"), randomwalks.tokenizer())
     for judge in re.findall(r"(runs/judge\w*)/hf_model", " ".join(words)):
         adapters = ["--lora-r", "4"] if "lora" in judge else []
         argv = [ROOT / "algos/reward.py", "--model", "gpt2", "--dataset", "judge.jsonl", "--run-dir", judge]
         write(folder / "judge.jsonl", randomwalks.pairs())
         scripts.run([*argv, *adapters, "--lr", "1e-3", "--total-steps", "8", "--threads", "1"], folder)
-
-
-def small_t5(path):
-    letters = randomwalks.tokenizer()
-    config = T5Config(
-        vocab_size=len(letters), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=23,
-        eos_token_id=letters.eos_token_id, pad_token_id=letters.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    T5ForConditionalGeneration(config).save_pretrained(path)
-    letters.save_pretrained(path)
 
 
 def mean_optimality(path):

@@ -44,14 +44,6 @@ def test_the_head_of_a_reward_model_is_the_value_head(monkeypatch, judge, tiny_d
     assert not list(first.glob("hf_model/value_head*"))
 
 
-def test_a_language_model_gets_a_head_of_zeros(monkeypatch, gpt2_dir, tmp_path):
-    rollouts = rolled(monkeypatch, ppo)
-    _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", value_model=gpt2_dir)
-    first, second = (ppo.of_all(episodes, "values") for _, episodes in rollouts)
-    assert (first == 0).all() and (second != 0).all()
-    assert plain(run_dir / "value_model").score.weight.abs().min() > 0
-
-
 # Each with what the policy's run has, too: a rate of its own and a first iteration without the policy.
 CHOICES = {
     "head": {},

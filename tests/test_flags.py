@@ -415,15 +415,10 @@ def test_values_in_yaml(here):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
-STOPS = [
-    ["-a", "--lr", "--seed=2", "--config", "--", "-", "-1", "--5", " -c", "a b", "null", "None", "\n", "-\n", "é"],
-    ["--stop"],
-    ["-a b", "-c"],
-    [],
-]
+STOPS = ["-a", "--lr", "--seed=2", "--config", "--", "-", "-1", "--5", " -c", "a b", "null", "None", "\n", "-\n", "é"]
 
 
-@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("stops", [STOPS, ["--stop"], ["-a b", "-c"], []])
 def test_a_file_repeats_stop_strings_that_look_like_flags(stops, here):
     flags = {"model": "m", "dataset": "d", "reward": "r", "metric": None, "run_dir": "-x", "seed": -1, "stop": stops}
     here(yaml.safe_dump(flags | {"adam_betas": [0.5, 0.9]}))

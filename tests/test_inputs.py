@@ -431,20 +431,6 @@ def test_what_a_function_raises_keeps_its_class(error):
     assert raised.value is error and getattr(error, "__notes__", []) == notes
 
 
-@pytest.mark.case(29, TEXT)
-@pytest.mark.parametrize("error", [ValueError(), SystemExit(3), None], ids=repr)
-def test_a_forked_child_never_goes_on_as_a_process_of_the_run(error):
-    """It would enter the run's communication, and hang the others."""
-
-    def score(outputs):
-        child = os.fork()
-        if child == 0 and error:
-            raise error
-        return [float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))] if child else [0.0]
-
-    assert call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]}) == [1.0]
-
-
 @pytest.mark.case(31, TEXT)
 def test_a_function_gets_copies():
     """And may train something of its own in a rollout, which needs no gradient."""

@@ -12,10 +12,6 @@ pytestmark = pytest.mark.slow
 DATA_LEVEL = 0.3515
 
 
-def values(run_dir, name):
-    return [record[name] for record in log(run_dir) if record.get(name) is not None]
-
-
 def on_one_core():
     """Run in the new process: two threads beside the tests of another worker would wait for each other."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -37,7 +33,7 @@ def test_first_command(algo, metric, start, tolerance, end, scripts, tmp_path):
     result = subprocess.run(command, timeout=1500, **options)
     assert result.returncode == 0, result.stderr[-2000:]
     [run_dir] = (tmp_path / "runs").glob(f"{algo}-*")
-    found = values(run_dir, metric)
+    found = [record[metric] for record in log(run_dir) if metric in record]
     assert abs(found[0] - start) < tolerance
     assert found[-1] >= end
     assert re.search(r"eval/reward 0\.\d+ -> (0\.9|1)", result.stdout)

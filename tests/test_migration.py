@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import yaml
 from harness import ALGOS, ROOT
-from helpers import log, write
-from transformers import GPT2Config, GPT2LMHeadModel
+from helpers import log, save, write
 
 from benchmarks.tasks import arithmetic
 
@@ -115,14 +114,12 @@ def test_our_score_compares_numbers():
         assert names["score"](**columns, answer=["6"] * len(expected)) == list(expected.values())
 
 
-def test_our_script_of_an_example_runs(tmp_path, monkeypatch):
+def test_our_script_of_an_example_runs(build_model, tmp_path, monkeypatch):
     """One iteration of it. test_docs.py parses our commands, the scripts of the other examples."""
     monkeypatch.chdir(tmp_path)
     tokenizer = arithmetic.tokenizer()
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = GPT2Config(vocab_size=len(tokenizer), n_layer=3, n_embd=12, n_head=2, n_positions=300, **special)
-    GPT2LMHeadModel(config).save_pretrained("gpt2")
-    tokenizer.save_pretrained("gpt2")
+    save("gpt2", build_model(vocab_size=len(tokenizer), n_layer=3, n_positions=300, **special), tokenizer)
     write("prompts.jsonl", [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)])
     _, files = example(TRLX)
     Path("my_reward.py").write_text(example(GRPO)[1]["my_reward.py"])

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, lines_of, log, recorded, rolled, trained_ids
+from helpers import EOS, lines_of, log, recorded, rolled, save, trained_ids
 from test_invariants import run_ppo, weights
 from test_models import more_vowels
 from test_reward import reward_args
@@ -81,22 +81,6 @@ def test_rewards_are_whitened(monkeypatch, gpt2_dir, tmp_path):
         white[mask] = torch.from_numpy((kept - kept.mean()) / np.sqrt(kept.var() + 1e-8) + kept.mean())
         _, returns = ppo.gae(white, ppo.on_grid(ppo.of_all(episodes, "values"), mask), mask, 0.9, 0.95)
         torch.testing.assert_close(ppo.of_all(episodes, "returns"), returns[mask], rtol=1e-9, atol=1e-9)
-
-
-def test_scores_keep_the_precision_of_the_run(monkeypatch, gpt2_dir, tmp_path):
-    """Lists and single numbers: thirds, which float32 would round."""
-    returned = []
-
-    def reward(output_ids, **columns):
-        for number, ids in enumerate(output_ids):
-            returned.append([1 / 3] * len(ids) if number % 2 else number / 3)
-        return returned[-len(output_ids) :]
-
-    calls = recorded(monkeypatch, ppo, "estimate_advantages")
-    run_ppo(gpt2_dir, tmp_path / "run", reward=reward, total_episodes=10)
-    [(_, (raw_scores, *_))] = calls
-    expected = [sum(score) if isinstance(score, list) else score for score in returned]
-    assert raw_scores.sum(1).tolist() == pytest.approx(expected, rel=1e-14)
 
 
 def ragged(rows, seed):
@@ -240,8 +224,7 @@ def save_classifier(folder, family, pad):
     torch.manual_seed(1)
     names = {"id2label": {0: "bad", 1: "good", 2: "odd"}, "pad_token_id": tokenizer.pad_token_id}
     config = getattr(transformers, f"{family}Config")(**CLASSIFIERS[family], **TOKENS | names)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
 @torch.no_grad()

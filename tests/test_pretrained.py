@@ -4,7 +4,6 @@ They need the packages of benchmarks/tasks/pretrained/requirements.txt, 6 GB of 
 leaves them out. Each is a run of a few steps in a process, as a user starts it.
 """
 
-import json
 import math
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, once, torchrun
+from harness import ROOT, once
 from helpers import log, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -44,17 +43,13 @@ def folder():
     return pretrained.model()
 
 
-def launch(launcher, algo, run_dir, *more, expect=0):
+def run(algo, run_dir, *more):
+    """The lines of metrics.jsonl of a run of two steps or iterations."""
     words = [f"algos/{algo}.py", "--model", f"{TASK}:model", *SETTINGS[algo].split(), "--lr", "1e-5", "--threads", "1"]
     words = once([*words, "--micro-batch-size", "3", "--save-every", "0", "--run-dir", run_dir, *more])
-    done = subprocess.run([*map(str, launcher), *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == expect, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return log(run_dir)
-
-
-def run(algo, run_dir, *more, **options):
-    """The lines of metrics.jsonl of a run of two steps or iterations."""
-    return launch([sys.executable], algo, run_dir, *more, **options)
 
 
 def first_rows(algo, rows, size=6):
@@ -141,28 +136,3 @@ def test_four_bits_and_top_blocks(folder, tmp_path):
     after = weights(tmp_path / "top/hf_model")
     changed = [name for name, weight in weights(folder).items() if not weight.equal(after[name])]
     assert changed and all(".layers.28." in name or ".layers.29." in name or ".norm." in name for name in changed)
-
-
-@pytest.mark.parametrize("algo", ["sft", "grpo", "ppo"])
-def test_two_processes(tmp_path, algo):
-    """To rounding in float32."""
-    one = run(algo, tmp_path / "one", "--batch-size", 4 if algo == "grpo" else 6)
-    two = launch(torchrun(2), algo, tmp_path / "two", "--batch-size", 4 if algo == "grpo" else 6)
-    assert two[0] == pytest.approx(one[0], rel=2e-3, abs=2e-4)
-
-
-def test_a_killed_run_ends_with_the_same_bytes(tmp_path):
-    """The first run ends with its first step, as if it had been killed behind its checkpoint."""
-    flags = ["--lora-r", 3, "--lr", "1e-3", "--save-every", 1]
-    run("sft", tmp_path / "whole", *flags)
-    stop = "from common.run import Run\nsave = Run._save\n"
-    stop += "Run._save = lambda run: (save(run), __import__('os')._exit(9))\n"
-    words = ["algos/sft.py", "--model", f"{TASK}:model", *SETTINGS["sft"].split(), "--threads", "1"]
-    words += ["--micro-batch-size", "3", "--run-dir", str(tmp_path / "run"), *map(str, flags)]
-    code = f"import runpy, sys\nsys.path.insert(0, '.')\n{stop}sys.argv = {words}\n"
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 9
-    assert json.loads((tmp_path / "run/metrics.jsonl").read_text())["step"] == 1
-    run("sft", tmp_path / "run", *flags)
-    for name in ("metrics.jsonl", "hf_model/adapter_model.safetensors"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -21,13 +21,14 @@ import torch
 from accelerate import Accelerator, tracking
 from harness import ALGOS, ROOT, flags, lines
 from harness import launch as launched
-from helpers import TEMPLATE, add_specials, log, recorded, samples, user, weights
+from helpers import TEMPLATE, add_specials, log, recorded, samples, save, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from PIL import Image
+from test_models import short_sft
 from transformers import GenerationMixin
 
-from algos import dpo, sft
+from algos import dpo
 from benchmarks.tables import by_step
 from common import report
 from common import run as run_module
@@ -39,8 +40,6 @@ from common.report import draw_curves
 from common.run import Run
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
-
-
 PAIRS = "rewards/chosen rewards/rejected rewards/margins rewards/accuracies"
 EVALUATED = {  # metrics of an evaluation, behind eval/
     **dict.fromkeys(("ppo", "grpo"), "vowels reward"),
@@ -162,15 +161,8 @@ def test_the_lowest_error_rate_is_the_best(gpt2_dir, tmp_path, capsys):
     def wer(outputs):
         return {"wer": [rates.pop(0)] * len(outputs)}
 
-    settings = {
-        "model": gpt2_dir,
-        "dataset": [{"text": "ab"}] * 3,
-        "eval_prompts": [{"prompt": "a"}] * 2,
-        "metric": wer,
-    }
-    settings |= {"total_steps": 3, "batch_size": 1, "eval_every": 1, "threads": 1, "max_new_tokens": 4}
-    settings["lower_is_better"] = True
-    _, run_dir = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **settings))
+    flags = {"eval_dataset": None, "eval_prompts": [{"prompt": "a"}] * 2, "metric": wer, "lower_is_better": True}
+    _, run_dir = short_sft(gpt2_dir, tmp_path / "run", eval_every=1, max_new_tokens=4, **flags)
     state = json.loads((max((run_dir / "checkpoints").iterdir()) / "state.json").read_text())
     assert (state["best_step"], state["best_score"]) == (1, -0.2)
     assert "eval/wer 0.5 -> 0.9" in (said := capsys.readouterr().out) and "; lower is better\n" in said
@@ -212,9 +204,8 @@ def test_seconds_of_an_evaluation_count_in_no_rate(gpt2_dir, tmp_path):
         return {"length": [len(output) for output in outputs]}
 
     rows = [{"prompt": letter, "completion": letter * 3} for letter in "abcd"]
-    flags = {"total_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 3, "threads": 1}
-    flags |= {"model": gpt2_dir, "dataset": rows, "eval_dataset": rows[:2], "metric": slow}
-    _, folder = sft.main(sft.Args(run_dir=str(tmp_path / "run"), **flags))
+    flags = {"dataset": rows, "eval_dataset": rows, "total_steps": 4, "max_new_tokens": 3, "metric": slow}
+    _, folder = short_sft(gpt2_dir, tmp_path / "run", **flags)
     perf = by_step(lines(folder / "perf.jsonl"))
     assert [record.get("perf/seconds_eval", 0) > 0.5 for record in perf] == [False, True, False, True]
     for record in perf:
@@ -555,28 +546,20 @@ PPO = [
 IN_STATUS = ["objective/scores", "objective/kl", "loss/policy", "loss/absent"]
 
 
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """drawn(records, names, title) -> the title of the figure as it is saved, {label: {metric: line}} of its panels."""
+def test_panels_of_a_run(monkeypatch, tmp_path):
+    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
-
-    def draw(records, names, title="run: model"):
-        draw_curves(records, names, title, tmp_path / "curve.png")
-        assert all(float(tick).is_integer() for x in figures[-1].axes for tick in x.get_xticks())
-        panels = {x.get_ylabel(): {line.get_label(): line for line in x.get_lines()} for x in figures[-1].axes}
-        return figures[-1].get_suptitle(), panels
-
-    return draw
-
-
-def test_panels_of_a_run(drawn):
-    """The headline, the metrics of the status line, then those of --metric; what is not finite is left out."""
-    title, found = drawn(PPO, ["eval/reward", *IN_STATUS], "ppo-0123abcd: $x_" + "a/" * 99)
-    assert [*found] == ["reward", "scores", "kl", "policy", "vowels"]
-    assert title == ("ppo-0123abcd: $x_" + "a/" * 99)[:80]
-    assert found["reward"]["eval/reward"].get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
-    assert found["scores"]["objective/scores"].get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
+    title = "ppo-0123abcd: $x_" + "a/" * 99
+    draw_curves(PPO, ["eval/reward", *IN_STATUS], title, tmp_path / "curve.png")
+    [figure] = figures
+    assert figure.get_suptitle() == title[:80]
+    assert all(float(tick).is_integer() for panel in figure.axes for tick in panel.get_xticks())
+    assert [panel.get_ylabel() for panel in figure.axes] == ["reward", "scores", "kl", "policy", "vowels"]
+    [[reward], [scores], *_] = [panel.get_lines() for panel in figure.axes]
+    assert (reward.get_label(), scores.get_label()) == ("eval/reward", "objective/scores")
+    assert reward.get_xydata().tolist() == [[0, 0.25], [8, 0.5], [12, 0.75]]
+    assert scores.get_xydata().tolist() == [[4, 0.3], [12, 0.6]]
 
 
 ENV = {
@@ -643,8 +626,7 @@ def test_lines_of_use_make_the_ids_of_training(adds_bos, letters, build_model, t
     if adds_bos:
         add_specials(letters, "<bos> $A")
     lm = build_model("llama")
-    for part in (letters, lm):
-        part.save_pretrained(tmp_path)
+    save(tmp_path, lm, letters)
     _, (ids,) = encode_prompts([{"prompt": [user("bc")]}], letters, 3, 32, "--dataset")
     assert ids == letters.convert_tokens_to_ids(["<bos>", *"ubcs"])
     prompt, usage = load.lines_of_use(lm, letters, ids)

@@ -10,13 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, tensor, user, weights
+from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, save, tensor, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
 from common import seeding
-from common.errors import InputError
 from common.lm.classifier import RewardModel, classifier_logits
 from common.lm.tokens import encode_prompts, int32
 
@@ -79,9 +78,7 @@ def bert_dir(tmp_path_factory):
     tokenizer.eos_token = None
     torch.manual_seed(0)
     config = transformers.BertConfig(**SIZES, pad_token_id=PAD)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
 def test_pairwise_loss_golden():
@@ -224,11 +221,7 @@ def test_ppo_reads_the_scores_of_chats(template, chatty, gpt2_dir, tmp_path, cap
         texts = [prompt + row[side] for prompt, row in zip(prompts, PAIRS, strict=True)]
         found = ppo_scores(run_dir / "hf_model", texts, [True] * 7, chats=True)
         assert found == pytest.approx(scores_of(run_dir, side), rel=1e-9, abs=1e-9)
-    check_example(run_dir, capsys)
-
-
-def check_example(run_dir, capsys):
-    """Runs the code on the card."""
+    # the code on the card
     usage = re.search(r"```python\n(.*?)```", (run_dir / "README.md").read_text(), re.S)[1]
     capsys.readouterr()
     exec(usage, {})
@@ -284,30 +277,9 @@ def test_the_head_is_keyed_by_the_seed(gpt2_dir):
 
 
 def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
-    transformers.BertForMaskedLM.from_pretrained(bert_dir).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert_dir).save_pretrained(tmp_path)
-    lm, _, new = load(tmp_path)
+    encoder = transformers.BertForMaskedLM.from_pretrained(bert_dir)
+    lm, _, new = load(save(tmp_path, encoder, AutoTokenizer.from_pretrained(bert_dir)))
     assert new and lm.classifier.weight.all() and not lm.classifier.bias.any()
-
-
-def test_an_exported_head_is_kept(gpt2_dir, tmp_path, capsys):
-    _, first = run_reward(gpt2_dir, tmp_path / "first")
-    assert " head new " in " ".join(capsys.readouterr().out.split())
-    _, second = run_reward(str(first / "hf_model"), tmp_path / "second", total_steps=1, lr=1e-30)
-    assert " head that of --model " in " ".join(capsys.readouterr().out.split())
-    before = weights(first / "hf_model")
-    after = weights(second / "hf_model")
-    assert before.keys() == after.keys()
-    for name in before:  # a weight of zero may move by the learning rate
-        torch.testing.assert_close(before[name], after[name], rtol=0, atol=1e-29)
-
-
-def test_several_labels_are_refused(build_model, letters, tmp_path):
-    config = build_model().config
-    config.num_labels = 3
-    model = AutoModelForSequenceClassification.from_config(config).double()
-    with pytest.raises(InputError, match="--model has 3 labels, but a reward model has one"):
-        run_reward(model, tmp_path / "run", tokenizer=letters)
 
 
 def test_only_the_head_and_the_top_blocks_move(gpt2_dir, bert_dir, tmp_path):

@@ -725,8 +725,6 @@ def test_arguments_of_tool_calls_become_mappings():
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 PROMPTED = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
-
-
 HEADERS = [(HEADED, True), (PROMPTED, False), ("{{ messages[0].content }}", False)]
 
 
@@ -804,16 +802,15 @@ def test_files_of_every_kind(tmp_path, monkeypatch):
 
 
 ODD = {"prompt": "x;y", "answer": "1989-11-09", "code": "007", "none": "NA", "big": 2**70, "info": {"a": None}}
-
-
 TABLES = [  # name, bytes, rows
     (
         "semicolons.csv", b'prompt;day;code;reward;margin;truncated\r\n"x;y";1989-11-09;007;"[1, 2.5]";;True',
         [{"prompt": "x;y", "day": "1989-11-09", "code": "007", "reward": [1, 2.5], "margin": None, "truncated": True}],
     ),
     (
-        "blanks.csv", b"\r\n\nreward,truncated\n.5,\n1e-3,FALSE\n",
-        [{"reward": 0.5, "truncated": None}, {"reward": 1e-3, "truncated": False}],
+        "blanks.csv", b"\r\n\nreward,truncated\n.5,\n1e-3,FALSE\nnan,TRUE\n",
+        [{"reward": 0.5, "truncated": None}, {"reward": 1e-3, "truncated": False},
+         {"reward": "nan", "truncated": True}],
     ),
     ("tabs.csv", b'\xef\xbb\xbfprompt\tn\r\n"a\r\nb"\tNA\r\n', [{"prompt": "a\r\nb", "n": "NA"}]),
     ("column.csv", b'text\n"a, b; c"\n"d\ne"\n"f ""g"""\n', [{"text": text} for text in ("a, b; c", "d\ne", 'f "g"')]),
@@ -821,14 +818,15 @@ TABLES = [  # name, bytes, rows
 
 
 def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
-    """No text becomes a date or a number, no number another one; in a table all cells but a few are texts."""
+    """No text becomes a date or a number, no number another one; in a table all cells but a few are texts. Blank lines
+    of texts are none."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps([ODD]))
     assert load_rows("rows.json", "--dataset") == load_rows(write("rows.jsonl", [ODD]), "--dataset") == [ODD]
     for name, text, rows in TABLES:
         (tmp_path / name).write_bytes(text)
         assert load_rows(name, "--dataset") == rows
-    (tmp_path / "rows.txt").write_text("a\x0bb\r\n\u2028c")
+    (tmp_path / "rows.txt").write_text("a\x0bb\r\n\n  \n\u2028c\n\n")
     assert load_rows("rows.txt", "--dataset") == [{"text": "a\x0bb"}, {"text": "\u2028c"}]
 
 
@@ -868,6 +866,8 @@ def test_names_of_the_hub(monkeypatch):
 UNREADABLE = [  # name, bytes, what is said
     ("excel.csv", "prompt,answer\nå,b\n".encode("cp1252"), "'utf-8' codec can't decode byte 0xe5 in position 14: .*"),
     ("lines.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value, column 12"),
+    ("twice.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: one of the keys text stands twice"),
+    ("list.json", b'[{"a": {"b": 1, "b": 2}}]', "one of the keys b stands twice"),
     ("empty.csv", b"", "No columns to parse from file"),
     ("wider.csv", b"prompt,answer\na,b,c\nd,e,f\n", "its first line has fewer names than the rows have cells"),
     ("rows.tsv", b"prompt\n", "expected a name that ends with .jsonl, .json, .csv, .txt, .parquet"),
@@ -901,22 +901,6 @@ SETS = [
     ("task.py:rows:n=2,text=b, hard.jsonl", {"rows": TWO, "hard": HARD}),
     ("task.py:sets", {"a": EASY}),
 ]
-
-
-def test_what_stands_in_a_file_is_what_is_read(tmp_path):
-    """A key twice, a blank line of texts, a cell of a table that only looks like a number."""
-    (tmp_path / "twice.jsonl").write_text('{"text": "a"}\n{"text": "b", "text": "c"}\n')
-    with refused(".*line 2: one of the keys text stands twice"):
-        load_rows(str(tmp_path / "twice.jsonl"), "--dataset")
-    (tmp_path / "list.json").write_text('[{"a": {"b": 1, "b": 2}}]')
-    with refused(".*one of the keys b stands twice"):
-        load_rows(str(tmp_path / "list.json"), "--dataset")
-    (tmp_path / "a.txt").write_text("one\n\n  \ntwo\n\n")
-    assert load_rows(str(tmp_path / "a.txt"), "--dataset") == [{"text": "one"}, {"text": "two"}]
-    cells = ["1e-3", "TRUE", "", "'good Day'", "[1, 2.5]", "nan"]
-    (tmp_path / "a.csv").write_text("text;reward\n" + "".join(f"t;{cell}\n" for cell in cells))
-    found = [row["reward"] for row in load_rows(str(tmp_path / "a.csv"), "--dataset")]
-    assert found == [1e-3, True, None, "good Day", [1, 2.5], "nan"]
 
 
 def test_evaluation_sets(tmp_path, monkeypatch):

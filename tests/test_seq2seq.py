@@ -11,8 +11,9 @@ import math
 import pytest
 import torch
 import transformers as tf
-from helpers import BOS, EOS, PAD, add_specials, encoded, lines_of, log, recorded, rolled
+from helpers import BOS, EOS, PAD, add_specials, encoded, lines_of, log, recorded, rolled, save
 from test_ilql import LOSSES, slow_action
+from test_ilql_runs import lengths
 from test_models import more_vowels, reload
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
@@ -63,9 +64,7 @@ def family(request):
 def folder(family, tmp_path_factory):
     """Directory of the random model of a family and its tokenizer."""
     directory = tmp_path_factory.mktemp(family)
-    random_seq2seq(family).save_pretrained(directory)
-    add_specials(randomwalks.tokenizer(), FAMILIES[family][2]).save_pretrained(directory)
-    return str(directory)
+    return save(directory, random_seq2seq(family), add_specials(randomwalks.tokenizer(), FAMILIES[family][2]))
 
 
 @pytest.fixture
@@ -107,11 +106,6 @@ def alone(lm, query, response):
     last = output.decoder_hidden_states[-1]  # which T5 scales, if its embeddings are tied
     assert_close(F.normalize(hidden[0], dim=-1), F.normalize(last, dim=-1))
     return hidden[0][0], output.logits[0]
-
-
-def alone_logprobs(lm, query, response, temperature=1.0):
-    logits = alone(lm, query, response)[1] / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def rows_of(query, query_mask, response, mask):
@@ -181,7 +175,8 @@ def test_ppo_and_grpo(monkeypatch, run, folder, pairs, script):
     for found in (first, second):
         for episode in found:
             assert episode.query in queries
-            expected = alone_logprobs(initial, episode.query, episode.response, 0.7)
+            logps = (alone(initial, episode.query, episode.response)[1] / 0.7).log_softmax(-1)
+            expected = logps[range(episode.length), episode.response]
             assert_close(episode.ref_logprobs, expected, rtol=1e-9, atol=1e-9)
             if found is first:
                 assert_close(episode.logprobs, expected, rtol=1e-9, atol=1e-9)
@@ -213,11 +208,7 @@ def test_the_top_block_is_the_decoders():
 @pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
 def test_an_encoder_answers_once(script):
     with pytest.raises(InputError, match="--rollout does not work"):
-        encoded(script, [{"prompt": "b"}], random_seq2seq("t5"), None, rollout=length)
-
-
-def length(outputs, **columns):
-    return {"length": [len(output) for output in outputs]}
+        encoded(script, [{"prompt": "b"}], random_seq2seq("t5"), None, rollout=lengths)
 
 
 @torch.no_grad()
@@ -240,7 +231,7 @@ def test_sft(monkeypatch, run, folder, pairs, lora_r):
     """The loss is transformers' own; samples of the evaluation are what its generate makes of the export, which goes
     on in another run. An adapter loads in plain transformers."""
     decoded = recorded(monkeypatch, evaluation, "decode")
-    flags = {"dataset": ROWS, "eval_dataset": ROWS, "metric": length, "eval_every": 1, "eval_temperature": 0}
+    flags = {"dataset": ROWS, "eval_dataset": ROWS, "metric": lengths, "eval_every": 1, "eval_temperature": 0}
     flags |= {"max_new_tokens": 6, "lora_r": lora_r}
     metrics, run_dir, model = run(sft, total_steps=3, **flags)
     start, first, *_ = log(run_dir)
@@ -295,7 +286,7 @@ def test_ilql(monkeypatch, run, folder, pairs):
     monkeypatch.setattr(ilql, "ilql_losses", kept)
     decoded = recorded(monkeypatch, evaluation, "decode")
     betas = (0.0, 3.0)
-    flags = {"dataset": REWARDED, "eval_dataset": REWARDED, "metric": length, "betas": betas, "eval_temperature": 0}
+    flags = {"dataset": REWARDED, "eval_dataset": REWARDED, "metric": lengths, "betas": betas, "eval_temperature": 0}
     flags |= {"awac_beta": 0.7, "normalize_rewards": False, "eval_every": 1, "max_new_tokens": 6, "cql_scale": 0.3}
     _, run_dir, model = run(ilql, top_k=0, **flags)
     args = ilql.Args(model=folder, **flags)

@@ -61,15 +61,8 @@ def test_the_embedded_task_is_not_in_the_file(alone, scripts, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_that_are_mistyped(tmp_path):
-    script = ROOT / "algos/sft.py"
+def test_a_file_that_is_there_is_kept(tmp_path):
     (tmp_path / "my_x.py").write_text("mine")
-    for name, target, says in [
-        (ROOT / "algos/y.py", tmp_path / "y.py", "y.py is no script of this repository; there are algos/"),
-        (script, tmp_path / "my_x.py", "my_x.py is there already: give another name, or remove it first"),
-        (script, tmp_path / "nowhere/x.py", "x.py cannot be written: No such file or directory"),
-    ]:
-        with pytest.raises(SystemExit) as told:
-            single_file.main(name, target)
-        assert str(told.value).startswith("error: ") and says in str(told.value)
+    with pytest.raises(SystemExit, match="^error: .*my_x.py is there already: give another name, or remove it first"):
+        single_file.main(ROOT / "algos/sft.py", tmp_path / "my_x.py")
     assert (tmp_path / "my_x.py").read_text() == "mine"

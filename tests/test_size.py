@@ -10,8 +10,8 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4999,
     "ppo.py in one file": 4523,  # with say_warning, which was missing in it
-    "tests/": 16193,
-    "benchmarks/, with .sh": 7109,
+    "tests/": 15922,
+    "benchmarks/, with .sh": 7206,  # in exchange for 271 lines of tests
 }
 
 

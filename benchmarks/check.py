@@ -55,6 +55,7 @@ LABELS = {  # of the y axes
     "eval/optimality@beta=0": "optimality at beta 0",
     "eval/optimality@beta=64": "optimality at beta 64",
     "eval/sentiment": "sentiment (-1 to 1)",
+    "val/explained_variance": "explained variance",
 }
 MEASURES = {  # what `measured` returns, in words
     "gain": "gain, in standard deviations, of",

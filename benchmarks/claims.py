@@ -299,7 +299,7 @@ CLAIMS = {
     "smollm2-critics": Claim(
         title="Critics of PPO on a pretrained model, beside GRPO: the sentiment of film reviews by SmolLM2",
         score="eval/sentiment",
-        bars=[("own", "val/explained_variance", "late", ">=", 0.25, 2)],
+        bars=[("own", "val/explained_variance", "late", ">=", 0.25, 3)],
         table={
             "val/explained_variance": "explained variance",
             "objective/kl": "KL to the start",

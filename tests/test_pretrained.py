@@ -68,6 +68,11 @@ def nll(lm, tokenizer, prompt, answer):
     return -logprobs[:-1].gather(1, ids[0, 1:, None])[begin - 1 :, 0]
 
 
+def test_what_words_explain():
+    """As the page of critics says."""
+    assert pretrained.explained_by_words() == pytest.approx(0.44, abs=0.005)
+
+
 def test_first_losses_are_those_of_plain_forward_passes(folder, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -10,8 +10,8 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4999,
     "ppo.py in one file": 4523,  # with say_warning, which was missing in it
-    "tests/": 15922,
-    "benchmarks/, with .sh": 7206,  # in exchange for 271 lines of tests
+    "tests/": 15927,
+    "benchmarks/, with .sh": 7221,  # in exchange for 266 lines of tests
 }
 
 

@@ -22,6 +22,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from statistics import variance
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parents[1])]  # for characters.py and common/
@@ -223,6 +224,19 @@ def review_pairs(split: str = "train") -> list[dict]:
 def review_values(outputs: list[str]) -> dict[str, list[float]]:
     """The true score of sampled reviews beside their diversity, for scripts without --reward."""
     return {"sentiment": sentiment(outputs), **review_metric(outputs)}
+
+
+def explained_by_words(split: str = "test") -> float:
+    """The share of the variance of final sentiments that the sentiment of the words so far explains, over all words of
+    the model's own reviews."""
+    errors = []
+    scores = []
+    for row in itertools.chain(*written(split)):
+        words = row["completion"].split(" ")
+        known = sentiment([" ".join(words[:count]) for count in range(len(words))])
+        errors += [row["reward"] - value for value in known]
+        scores += [row["reward"]] * len(words)
+    return 1 - variance(errors) / variance(scores)
 
 
 def write_reviews() -> None:

@@ -305,7 +305,6 @@ CLAIMS = {
             "objective/kl": "KL to the start",
             "eval/distinct": "different words",
         },
-        scores={"reward": "eval/accuracy"},
         axis="seconds",
         panels=["eval/sentiment", "val/explained_variance"],
     ),

@@ -127,8 +127,8 @@ def test_only_what_was_sampled_is_trained(algo, gpt2_dir, tmp_path, monkeypatch)
 
 @both
 def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
-    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone. Ids may be
-    tensors. Coroutines share a loop, to which a client that they keep belongs."""
+    """Columns of the function reach reward and metric, beside those of the rows; seeds are of the row alone. Coroutines
+    share a loop, to which a client that they keep belongs."""
     seen = []
     loops = set()
 
@@ -137,8 +137,7 @@ def test_columns_and_seeds(algo, gpt2_dir, tmp_path):
         seen.append((seeds, temperature))
         assert len(goal) == len(prompts) == len(prompt_ids) and max_new_tokens == 9 and model.config.vocab_size
         goal[0] = "changed"  # a copy
-        responses = [[(torch.tensor(ids), True)] for [(ids, _)] in once(sample, prompt_ids)]
-        return responses, {"won": [seed % 2 for seed in seeds], "asked": prompts}
+        return once(sample, prompt_ids), {"won": [seed % 2 for seed in seeds], "asked": prompts}
 
     async def reward(won, goal, asked, prompts, **columns):
         loops.add(asyncio.get_running_loop())

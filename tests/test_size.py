@@ -10,7 +10,7 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4999,
     "ppo.py in one file": 4523,  # with say_warning, which was missing in it
-    "tests/": 15927,
+    "tests/": 15926,
     "benchmarks/, with .sh": 7221,  # in exchange for 266 lines of tests
 }
 

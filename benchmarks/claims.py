@@ -36,8 +36,9 @@ VARIANTS = {  # of grpo-variants -> the one that each is compared with
     **dict.fromkeys(["dapo", "gspo", "cispo", "ppo"], "four-steps"),
 }
 DETAILS = {  # of ppo-details, each compared with ppo; on both tasks, and on one
-    "both": "no-whitening no-value-clip clip-0.1 clip-0.4 one-epoch zero-head detached own-critic value-lr-times-5",
-    "walks": "lam-1 no-kl adaptive-kl linear-head value-warmup scaled centred score-before-end small-batches",
+    "both": "no-whitening no-value-clip clip-0.1 clip-0.4 one-epoch zero-head detached own-critic value-lr-times-5 "
+    "linear-head scaled score-before-end value-warmup",
+    "walks": "lam-1 no-kl adaptive-kl centred small-batches",
     "sums": "lam-0.95 kl",
 }
 CORRECTIONS = ["truncate", "mask", "sequence-mask", "decoupled"]
@@ -50,7 +51,7 @@ def variant_pairs(task):
 
 def detail_pairs():
     """Variants of ppo-details -> the one that each is compared with."""
-    pairs = {}
+    pairs = {"sums-adaptive-kl": "sums-kl"}
     for task in ("walks", "sums"):
         pairs |= {f"{task}-{name}": f"{task}-ppo" for name in f"{DETAILS['both']} {DETAILS[task]}".split()}
     return pairs | {"walks-whitened-in-batches": "walks-small-batches"}

@@ -26,20 +26,21 @@ details() {  # task, the weights that its own critic starts from, five times its
     "$1" detached --detach-value-trunk
     "$1" own-critic --value-model "$tasks/$2"
     "$1" value-lr-times-5 --value-lr "$3"
+    "$1" linear-head --value-head linear
+    "$1" value-warmup --value-warmup 2
+    "$1" scaled --score-scaling running
+    edited "$1" score-before-end 's/^            row\[-1\] = score$/            row[max(0, len(row) - 2)] = score/'
 }
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     details sums arithmetic.py:base_model 2.5e-3
     sums lam-0.95 --lam 0.95
     sums kl --kl-coef 0.05
+    sums adaptive-kl --kl-coef 0.05 --kl-target 0.5 --kl-horizon 512
     details walks randomwalks.py:base_model 3e-3
     walks lam-1 --lam 1
     walks no-kl --kl-coef 0
     walks adaptive-kl --kl-target 1
-    walks linear-head --value-head linear
-    walks value-warmup --value-warmup 2
-    walks scaled --score-scaling running
     walks centred --score-scaling running-norm
-    edited walks score-before-end 's/^            row\[-1\] = score$/            row[max(0, len(row) - 2)] = score/'
     every=32 walks small-batches --batch-size 128
     every=32 edited walks whitened-in-batches "s/^    advantages = of_all(.*/&\n$white/" --batch-size 128
 done

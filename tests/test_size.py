@@ -11,7 +11,7 @@ LIMITS = {
     "algos/": 4999,
     "ppo.py in one file": 4523,  # with say_warning, which was missing in it
     "tests/": 15926,
-    "benchmarks/, with .sh": 7221,  # in exchange for 266 lines of tests
+    "benchmarks/, with .sh": 7217,  # in exchange for 267 lines of tests
 }
 
 

@@ -178,8 +178,8 @@ class Args(RunArgs, ModelArgs):
     max_grad_norm: NonNegative = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
     batch_size: Count | None = None
-    """Rows per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (code of
-    Ziegler et al.: all episodes of an iteration)."""
+    """Episodes per optimizer step, over all processes. Default: 512, or --rollout-batch-size if that is less (code
+    of Ziegler et al.: all episodes of an iteration)."""
     micro_batch_size: Count = 8
     """Episodes per process and forward pass; of shorter ones more, up to the tokens of so many of the longest. Changes
     memory and speed; the result only by rounding."""
@@ -655,16 +655,16 @@ def make_optimizer(model, args):
 
 
 def split_groups(optimizer, lm, args):
-    """Moves the weights of the critic, all but those of lm, to groups of their own. The iterations in which a group
-    stands still are `still`, its peak learning rate `peak_lr`."""
+    """Moves the weights of the critic, all but those of lm, to groups of their own. A group is not trained in the first
+    `idle_iterations` of the run, and has a peak learning rate of its own, `peak_lr`."""
     of_policy = set(map(id, lm.parameters()))
     policy_groups = []
     critic_groups = []
     for group in optimizer.param_groups:
         policy = [weight for weight in group["params"] if id(weight) in of_policy]
         critic = [weight for weight in group["params"] if id(weight) not in of_policy]
-        policy_groups.append(group | {"params": policy, "still": args.value_warmup})
-        critic_groups.append(group | {"params": critic, "peak_lr": args.value_lr or args.lr, "still": 0})
+        policy_groups.append(group | {"params": policy, "idle_iterations": args.value_warmup})
+        critic_groups.append(group | {"params": critic, "peak_lr": args.value_lr or args.lr, "idle_iterations": 0})
     optimizer.param_groups[:] = [group for group in policy_groups + critic_groups if group["params"]]
 
 
@@ -749,8 +749,8 @@ def update(run, model, optimizer, episodes, args):
                 approxkl += terms["policy/approxkl"]
             step += 1
             for group in optimizer.param_groups:
-                begin = group["still"] * args.steps_per_iteration  # optimizer steps before its first one
-                if run.iteration > group["still"]:
+                begin = group["idle_iterations"] * args.steps_per_iteration  # optimizer steps before its first one
+                if run.iteration > group["idle_iterations"]:
                     own_step = max(0, step - 1 - begin)
                     group["lr"] = learning_rate(group["peak_lr"], own_step, run.total_steps - begin, args)
                     continue
@@ -915,11 +915,9 @@ def main(args):
     split_groups(optimizer, lm, args)
     model = prepare(accelerator, policy, optimizer, ref, reward_model)
     export = partial(export_policy, run, policy, tokenizer)
-    lengths = [len(query) for query in data.queries]
-    headline = "objective/scores"
-    if args.eval_every:
-        headline = f"{set_prefix(next(iter(data.eval_sets)))}reward"
-    # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps;
+    lengths = [len(query) for query in data.queries]  # for --check
+    headline = f"{set_prefix(next(iter(data.eval_sets)))}reward" if args.eval_every else "objective/scores"
+    # total_episodes / rollout_batch_size iterations of ppo_epochs * rollout_batch_size / batch_size optimizer steps
     # state: the values that checkpoints keep
     state = run.begin(
         model, optimizer, policy, args.num_iterations, [headline, *IN_STATUS], args.steps_per_iteration,

@@ -2,8 +2,9 @@
 
     python tests/mutants.py --jobs 2     # plants each mutant in a copy, and runs the tests up to the first failure
 
-A fixed sample: PER_FILE of every file of algos/ and common/, drawn by its name. After --limit seconds the mutant counts
-as not killed. mutants.csv keeps what was found; the same command goes on. Its column `tests` is of an older tool.
+A fixed sample: PER_FILE of every file of algos/ and common/, or all it has, drawn by its name. After --limit seconds
+the mutant counts as not killed. mutants.csv keeps what was found; the same command goes on. Its column `tests` is of an
+older tool.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def mutants(path):
             places.setdefault(kind, []).append((node.test if kind == "condition" else node, new))
     draw = random.Random(path.name)
     found = {}
-    while len(found) < PER_FILE:
+    while len(found) < min(PER_FILE, sum(map(len, places.values()))):
         node, new = draw.choice(places[draw.choice(sorted(places))])
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset

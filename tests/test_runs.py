@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from harness import BIN, ROOT, at, command, files, flags, launch, lines, once, same, torchrun
+from harness import ROOT, at, command, files, flags, launch, lines, once, same, torchrun
 from helpers import equal, weights
 
 
@@ -18,7 +18,6 @@ def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
 
 
 def test_the_default_directory_is_named_by_what_decides_the_result(scripts, work, tmp_path):
-    """What does: test_identity.py."""
     short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
     for more in [], ["--micro-batch-size", "2"]:
         process = scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
@@ -132,13 +131,6 @@ def test_a_tracker_that_cannot_start_ends_the_run(scripts, work, whole, tmp_path
     assert process.err == "error: --track tensorboard: pip install tensorboard\n"
     scripts.run(argv, tmp_path)
     same(tmp_path / "run", whole("ppo")[0])
-
-
-def test_accelerate_launch(work, whole, tmp_path):
-    launcher = [BIN / "accelerate", "launch"]
-    done = launch(launcher, command(work, "sft", "run"), tmp_path, work, HF_HOME=str(tmp_path / "hf"))
-    assert done.returncode == 0, done.stderr
-    same(tmp_path / "run", whole("sft")[0])
 
 
 BY_RANK = """import json, os

@@ -436,14 +436,13 @@ def test_reward(attempt, cell, folder, letters):
     # the centring moves a bias that both sides have
     for _, run_dir, model, text in attempt(reward, dataset=PAIRS, center_coef=0.1):
         cell("--packing", said(text, "--packing is off: "))
-        kind = AutoModelForSequenceClassification
-        back, report = kind.from_pretrained(run_dir / "hf_model", output_loading_info=True)
+        back = reload(run_dir / "hf_model", AutoModelForSequenceClassification)
         rows = [letters(prompt + completion)["input_ids"] + [letters.eos_token_id] for prompt, completion in TEXTS]
         with torch.no_grad():
             scores = torch.cat([back(torch.tensor([ids])).logits for ids in rows])
             assert_close(classifier_logits(model, [[ids] for ids in rows]), scores, rtol=3e-5, atol=3e-5)
         assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
-        assert not any(report.values()) and scores.std() > 0.01
+        assert scores.std() > 0.01
 
 
 MIXTURES = ["qwen3_moe", "llama4", "deepseek_v3", "gpt_oss", "granite_hybrid"]

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, save, tensor, user
+from test_models import reload
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from algos import ppo, reward
@@ -64,10 +65,7 @@ def all_alone(lm, pairs):
 
 def plain(folder):
     """The classifier of a directory as transformers loads it, with every key and no other."""
-    kind = AutoModelForSequenceClassification
-    model, report = kind.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
+    return reload(folder, AutoModelForSequenceClassification, torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +157,7 @@ def test_an_encoder_scores_texts_alone(bert_dir, tmp_path, capsys):
     assert (tensor(*found).T - expected).abs().max() < 1e-9
 
 
-EXPORTS = [("gpt2", "<pad>"), ("llama", "<eos>"), ("qwen3", None)]
-
-
-@pytest.fixture(scope="module", params=EXPORTS, ids=str)
+@pytest.fixture(scope="module", params=[("gpt2", "<pad>"), ("llama", "<eos>"), ("qwen3", None)], ids=str)
 def trained(request, tmp_path_factory, build_model):
     """(run, padding token) of families; in between the run exports its best model, and goes on."""
     family, pad = request.param

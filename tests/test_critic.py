@@ -27,8 +27,7 @@ def by_hand(critic, episode):
 
 
 def test_the_head_of_a_reward_model_is_the_value_head(monkeypatch, judge, tiny_dirs, tmp_path):
-    """Its values are its scores. A run exports the critic as plain transformers loads it, and another one goes on from
-    that."""
+    """Its values are its scores. Another run goes on from the exported critic."""
     rollouts = rolled(monkeypatch, ppo)
     flags = {"total_episodes": 10, "micro_batch_size": 3}
     _, first = run_ppo(tiny_dirs["llama"], tmp_path / "first", value_model=judge, **flags)

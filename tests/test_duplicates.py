@@ -62,9 +62,6 @@ def imports(path):
     return names
 
 
-RULES = ("__post_init__", "problems")
-
-
 def args_read(paths):
     """Names of the attributes of `args` (or `self.args`) that the files read, also in methods of Args and by the names
     of options of evaluations, not counting the rules between flags."""
@@ -72,7 +69,7 @@ def args_read(paths):
     for path in paths:
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if getattr(node, "name", "") in RULES:
+            if getattr(node, "name", "") in ("__post_init__", "problems"):
                 node.body = []
         for part in tree.body:
             owners = ["self"] if getattr(part, "name", "").endswith("Args") else ["args", "self.args", "own"]

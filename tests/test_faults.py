@@ -311,7 +311,6 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error(algo, ended, refused, agai
 @pytest.mark.case(20)
 @every_script
 def test_a_full_disk_ends_the_run_and_older_checkpoints_stay(algo, run, again, tmp_path):
-    """The second checkpoint finds no room."""
     patch = at("common.checkpoint", "write_checkpoint", 2, signal=NO_ROOM.replace("9000", "3000"))
     process = run(algo, expect=2, patch=patch)
     assert re.search(r"error: \S+/run/checkpoints/step_\d+ cannot be written: ", process.err)

@@ -26,8 +26,7 @@ def nll_and_entropy(logits, ids):
 @pytest.mark.parametrize(("function", "bias"), [(token_nll, True), (nll_and_entropy, False)])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_chunks_are_the_whole(monkeypatch, function, bias, size):
-    """Values and gradients of states, weights and bias, whatever the weights of the tokens in the loss. Two chunks are
-    computed at once, and not again in the backward pass."""
+    """Two chunks are computed at once, and not again in the backward pass."""
     monkeypatch.setattr(scoring, "CHUNK", size * V + V - 1)  # rounded down to whole rows
     layer = nn.Linear(H, V, bias=bias).double()
     states = random(N, H).requires_grad_()

@@ -189,8 +189,7 @@ def test_shards_equal_one_process(gpt2_dir, tmp_path, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_rollouts_of_the_user_and_another_reference(gpt2_dir, tiny_dirs, tmp_path, sharded):
-    """Every process calls the function of its rows (test_rollouts.py has what it does). The blocks of a reference of
-    another architecture are sharded, too."""
+    """Every process calls the function of its rows. The blocks of another reference are sharded, too."""
     spec = str(ROOT / "tests/test_rollouts.py:tool")
     cases = [("ppo", {"rollout": spec}), ("grpo", {"rollout": spec, "lora_r": 3, "max_new_tokens": 9})]
     cases.append(("ppo", {"ref_model": tiny_dirs["llama"], "lr": 0.01}))

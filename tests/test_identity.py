@@ -238,8 +238,7 @@ def drawing(outputs, **columns):
 @pytest.mark.case(102, "sft")
 @pytest.mark.parametrize("changed", CHANGES)
 def test_a_run_goes_on_only_with_the_inputs_it_began_with(gpt2_dir, letters, tmp_path, capsys, changed):
-    """What no flag names: the date in a template, files that a function reads, columns that only a metric sees. Other
-    versions of libraries are said."""
+    """What no flag names: the date in a template, files that a function reads, columns that only a metric sees."""
     inputs = {"date": "b", "rows": "cd", "answer": 1, "prompt": "e"}
 
     def go_on(**flags):
@@ -347,10 +346,9 @@ def test_a_run_in_a_run_leaves_it_alone(gpt2_dir, tmp_path):
 
 
 KEPT = {"README.md": "a card", "hf_model_best/model.safetensors": "weights", "notes.txt": "the user's"}
-FOREIGN = '{"hash": "0", "config": 1}'
 
 
-@pytest.mark.parametrize("env", ["{}", FOREIGN, "no JSON"])
+@pytest.mark.parametrize("env", ["{}", '{"hash": "0", "config": 1}', "no JSON"])
 def test_a_directory_with_an_environment_of_others_is_none_of_a_run(gpt2_dir, tmp_path, env):
     folder = tmp_path / "run"
     for name, text in {**KEPT, "env.json": env, ".tmp-mine/notes.txt": "mine"}.items():

@@ -206,8 +206,7 @@ def weighted_sum(terms):
     ("name", "two_qs", "plain_output"), [("gpt2", True, True), ("llama", False, True), ("qwen3", True, False)]
 )
 def test_ilql_losses_are_the_slow_definition(monkeypatch, build_model, name, two_qs, plain_output):
-    """And their gradients, of which the weight of imitation and the targets have none. No more than 3 rows of Q are
-    computed at a time."""
+    """And their gradients: the weight of imitation and the targets have none. At most 3 rows of Q at a time."""
     monkeypatch.setattr(logprobs, "CHUNK", 3 * 25 + 7)
     chunks = recorded(monkeypatch, ilql, "cql_loss")
     policy = make_policy(build_model(name, torch.float64), two_qs)

@@ -105,8 +105,7 @@ def test_the_best_beta_chooses_the_best_model(gpt2_dir, tmp_path, capsys):
 
 
 def test_an_export_is_continued_with_its_heads(gpt2_dir, tmp_path, capsys):
-    """What the first run ends with is where the second one starts. transformers reads the model alone, and the lines
-    of use that a run ends with work."""
+    """transformers reads the model alone, and the lines of use that a run ends with work."""
     flags = {"eval_dataset": DIALOGUES, "eval_every": 9, "two_qs": False, "steps_for_target_q_sync": 2}
     _, run_dir = run_ilql(gpt2_dir, tmp_path / "one", **flags)
     usage = (run_dir / "README.md").read_text().split("```python\n")[1].split("\n```")[0]

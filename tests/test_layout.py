@@ -460,7 +460,6 @@ def test_several_processes_equal_one(base, several, case, processes):
 @pytest.mark.case(17)
 @pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in SCRIPTS if x != "ppo")])
 def test_runs_go_on_with_another_number_of_processes(base, several, job, algo, tmp_path):
-    """One process, then two, then one."""
     folder, done = several(2)
     run = folder / "parts" / algo
     steps = [line["step"] for line in log(run)]

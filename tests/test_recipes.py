@@ -138,8 +138,7 @@ def test_an_entropy_bonus_reaches_episodes_without_an_advantage(load, run, monke
 
 
 def test_groups_of_different_scores_are_taken_first(load, run, monkeypatch):
-    """As many groups as usual are trained, in the order of sampling. Rounds end when there are enough, or at four, and
-    none repeats another."""
+    """Rounds end when there are enough groups, or at four, and none repeats another."""
     module = load(GROUPS, "grpo")
     rollouts = rolled(monkeypatch, module)
     updates = recorded(monkeypatch, module, "update")
@@ -185,7 +184,6 @@ class World:
 
 @pytest.mark.parametrize("name", CALLED)
 def test_rollouts_of_the_guide(tmp_path, name, monkeypatch):
-    """On the base model of the calculator."""
     monkeypatch.setattr(sys, "path", [*sys.path])  # each has files of the same names, in a folder of its own
     for other in ("by_row", "my_world"):
         monkeypatch.delitem(sys.modules, other, raising=False)

@@ -357,8 +357,7 @@ PAIRS = [  # row, prompt|chosen|rejected
 @pytest.mark.parametrize("specials", BOTH)
 @pytest.mark.parametrize(("row", "text"), PAIRS, ids=lambda x: x if isinstance(x, str) else "")
 def test_pairs(chatty, specials, row, text):
-    """One beginning token at most, one end token behind each side. The sides of reward.py are those of dpo.py, but that
-    an empty prompt stays empty."""
+    """The sides of reward.py are those of dpo.py, but that an empty prompt stays empty."""
     tokenizer = add_specials(chatty, specials)
     text = begun(text, specials)
     assert pairs_of([row], tokenizer)[0] == [text]
@@ -566,8 +565,7 @@ def golden(tokenizer, chat, tools=None, **options):
 
 
 def test_the_answers_and_their_ends_are_trained():
-    """With spans and without; in ilql as actions, without the line break behind the end of a turn, which is never
-    sampled. The tokenizer puts no beginning token before a chat."""
+    """In ilql as actions, without the line break behind the end of a turn, which is never sampled."""
     for tokenizer, (row, count) in product(tokenizers(TOOLS), ROWS):
         ids, mask, trained = trained_parts(row, tokenizer)
         assert trained == [SAID + TURN_END] * count
@@ -684,7 +682,6 @@ LEFT_OUT = [  # template, messages, tools; what it leaves out
 
 @pytest.mark.parametrize(("template", "messages", "tools", "parts"), LEFT_OUT)
 def test_what_a_template_leaves_out_is_said_in_one_line(template, messages, tools, parts, capsys):
-    """Of rows, pairs and prompts."""
     tokenizer = build_tokenizer(template)
     row = {"messages": messages, "tools": tools}
     sides = {"chosen": messages, "rejected": [*messages[:-1], answer("no")], "tools": tools}
@@ -761,8 +758,7 @@ PAIR = {"prompt": CHAT[:3], "chosen": CHAT[3:], "rejected": [NO]}
 
 @pytest.mark.parametrize("template", [TOOLS, QWEN3], ids=["tools", "qwen3"])
 def test_pairs_and_queries_are_the_chats_of_the_template(template):
-    """The prompt ends where the assistant answers, and the end of the turn belongs to the response. reward: through the
-    end turn, and with the beginning token that the tokenizer adds, as ppo has its samples scored."""
+    """The end of a turn belongs to the response. reward: with the beginning token of the tokenizer, as ppo has it."""
     for tokenizer, row in product(tokenizers(template), [PAIR, WHOLE, PAIR | {"tools": ADD}]):
         tools = row.get("tools")
         whole = [golden(tokenizer, chat, tools) for chat in WHOLE.values()]
@@ -818,8 +814,7 @@ TABLES = [  # name, bytes, rows
 
 
 def test_values_stay_as_they_stand_in_the_file(tmp_path, monkeypatch):
-    """No text becomes a date or a number, no number another one; in a table all cells but a few are texts. Blank lines
-    of texts are none."""
+    """No text becomes a date or a number, no number another one; in a table all cells but a few are texts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps([ODD]))
     assert load_rows("rows.json", "--dataset") == load_rows(write("rows.jsonl", [ODD]), "--dataset") == [ODD]
@@ -934,7 +929,6 @@ def test_a_share_of_the_rows_is_held_out(capsys):
 
 
 def test_options_of_functions_are_as_typed(tmp_path):
-    """YAML reads each of them."""
     (tmp_path / "task.py").write_text("def given(**options):\n    return options\n")
     options = "lang=en, id='012',n=12,lr=1.0e-3,x=.5,is_on=true,none=null,url=a?b=1"
     found = load_function(f"{tmp_path}/task.py:given:{options}", "--reward")()

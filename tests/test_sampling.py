@@ -359,8 +359,7 @@ def test_decode_keeps_the_space_between_prompt_and_output():
 @torch.no_grad()
 @pytest.mark.parametrize("packing", [False, True])
 def test_line_logprobs_is_the_plain_forward(build_model, letters, family, packing):
-    """Row by row, without padding: log softmax of the logits / temperature, values and entropies by hand. Tokens that
-    are not trained are read where others follow, as those that a tool wrote. The order of lines does not matter."""
+    """Tokens that are not trained are read where others follow. The order of lines does not matter."""
     model = build_model(family, torch.float64)
     model.generation_config.eos_token_id = None
     policy = ppo.PolicyWithValue(model, init="normal")

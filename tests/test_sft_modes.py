@@ -11,7 +11,6 @@ from common.lm.tokens import collate, line_length, pack, split_lines
 
 
 def test_pack():
-    """By hand, and every row once."""
     assert pack([4, 2, 3, 1], 4) == [[0], [2, 3], [1]]  # TRL's example for best-fit decreasing
     assert pack([2, 7, 3, 5, 3], 10) == [[1, 2], [3, 4, 0]]
     assert pack([7, 5, 4, 1], 10) == [[0], [1, 2, 3]]  # the fullest line that fits, not the first

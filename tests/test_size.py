@@ -10,7 +10,7 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4999,
     "ppo.py in one file": 4523,  # with say_warning, which was missing in it
-    "tests/": 15926,
+    "tests/": 15679,
     "benchmarks/, with .sh": 7217,  # in exchange for 267 lines of tests
 }
 

@@ -130,10 +130,32 @@ def test_token_nll_computes_at_least_in_float32():
     assert (sft.token_nll(half, labels) == 0).sum() == 1
 
 
-def test_lines_that_only_fill_a_share_have_no_episode():
+def test_episodes_by_hand():
+    """A line ends with its last trained token; fields have a number for each trained token, wherever it was computed,
+    and joined they are those of the first episode, then of the second."""
+    rows = [  # query, response, what is trained, ids, labels
+        ([0], [7, 8], [1, 1], [0, 7, 8], [-100, 7, 8]),
+        ([1, 2, 3], [9, 1, 2], [0, 1, 0], [1, 2, 3, 9, 1], [-100, -100, -100, -100, 1]),
+        ([4, 5], [3, 4, 5, 6], [1, 0, 1, 1], [4, 5, 3, 4, 5, 6], [-100, -100, 3, -100, 5, 6]),
+    ]
+
+    def labels_of(lines):
+        trained = [label for [(_, labels, _)] in lines for label in labels if label != -100]
+        return {"logprobs": torch.tensor(trained)}
+
+    accelerator = SimpleNamespace(device="cpu", num_processes=1, process_index=0, reduce=lambda values: values)
     for script in ppo, grpo:
-        assert script.episodes_of([[([0], [-100], [])]]) == []
-        assert script.of_all([], "logprobs", torch.ones(3)).shape == (0,)
+        episodes = [script.Episode({}, query, response, trained, True, 0.0) for query, response, trained, *_ in rows]
+        assert [([*each.ids], [*each.labels]) for each in episodes] == [(ids, labels) for *_, ids, labels in rows]
+        assert [each.length for each in episodes] == [2, 1, 3]
+        for size in 1, 2, 3:
+            script.store_columns(accelerator, episodes, SimpleNamespace(micro_batch_size=size), labels_of)
+            assert [each.logprobs.tolist() for each in episodes] == [[7, 8], [1], [3, 5, 6]]
+        found = script.of_all([episodes[2], episodes[0]], "logprobs")
+        assert found.tolist() == [3, 5, 6, 7, 8] and script.of_all([], "logprobs", found).shape == (0,)
+        assert script.episodes_of([[episodes[1].example], [([0], [-100], [])]]) == [episodes[1]]
+    mask = torch.tensor([[True, True, False], [True, False, False], [True, True, True]])
+    assert ppo.on_grid(torch.arange(6.0) + 1, mask).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
 
 
 def test_learning_rate_closed_forms():

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from harness import ROOT, at, command, files, flags, launch, lines, once, same, torchrun
+from harness import BIN, ROOT, at, command, files, flags, launch, lines, once, same, torchrun
 from helpers import equal, weights
 
 
@@ -131,6 +131,13 @@ def test_a_tracker_that_cannot_start_ends_the_run(scripts, work, whole, tmp_path
     assert process.err == "error: --track tensorboard: pip install tensorboard\n"
     scripts.run(argv, tmp_path)
     same(tmp_path / "run", whole("ppo")[0])
+
+
+def test_accelerate_launch(work, whole, tmp_path):
+    launcher = [BIN / "accelerate", "launch"]
+    done = launch(launcher, command(work, "sft", "run"), tmp_path, work, HF_HOME=str(tmp_path / "hf"))
+    assert done.returncode == 0, done.stderr
+    same(tmp_path / "run", whole("sft")[0])
 
 
 BY_RANK = """import json, os

@@ -8,9 +8,9 @@ from benchmarks import size
 LIMITS = {
     "common/": 3906,
     "common/, code": 2901,
-    "algos/": 4999,
-    "ppo.py in one file": 4523,  # with say_warning, which was missing in it
-    "tests/": 15679,
+    "algos/": 4997,
+    "ppo.py in one file": 4521,
+    "tests/": 15737,
     "benchmarks/, with .sh": 7217,  # in exchange for 267 lines of tests
 }
 

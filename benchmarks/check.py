@@ -114,40 +114,31 @@ def measured(records, key, which, score):
 
 def table(name):
     """The claim's table as Markdown lines."""
-    claim = CLAIMS[name]
-    heads = ["variant", "seeds", "first", "last", "best", *claim.table.values(), "steps", "seconds"]
-    if claim.images:
-        heads.insert(5, "gain in deviations")
-    if claim.scores:
-        heads.insert(2, "score")
-    if claim.reach < math.inf:
-        heads += [f"steps to {claim.reach}", "seconds of training"]
-    if claim.samples:
-        heads.append("peak GB")
-    return tables.markdown(heads, [table_row(name, variant, runs) for variant, runs in tables.shown(name).items()])
+    return tables.markdown([table_row(name, variant, runs) for variant, runs in tables.shown(name).items()])
 
 
 def table_row(name, variant, runs):
-    """The cells of a variant. runs: {seed: records}."""
+    """{heading: cell} of a variant. runs: {seed: records}."""
     claim = CLAIMS[name]
     score = claim.score_of(variant)
-    cells = [variant, str(len(runs))]
+    row = {"variant": variant, "seeds": str(len(runs))}
     if claim.scores:
-        cells.append(f"`{score}`")
-    cells += tables.ends([tables.history(records, score) for records in runs.values()])
+        row["score"] = f"`{score}`"
+    row |= tables.ends([tables.history(records, score) for records in runs.values()])
     if claim.images:
-        cells.append(tables.average([measured(records, score, "gain", score) for records in runs.values()]))
-    for key in claim.table:
+        gains = [measured(records, score, "gain", score) for records in runs.values()]
+        row["gain in deviations"] = tables.average(gains)
+    for key, heading in claim.table.items():
         last_values = [tables.history(records, key)[-1] for records in runs.values() if tables.history(records, key)]
-        cells.append(tables.average(last_values) if last_values else "-")
+        row[heading] = tables.average(last_values) if last_values else "-"
     last_step, _ = tables.points(next(iter(runs.values())), score)[-1]
     stored = [run for run in tables.stored_runs(name) if run["variant"] == variant]
-    cells += [f"{last_step:.0f}", f"{mean(float(run['seconds']) for run in stored):.0f}"]
+    row |= {"steps": f"{last_step:.0f}", "seconds": f"{mean(float(run['seconds']) for run in stored):.0f}"}
     if claim.reach < math.inf:
-        cells += reached(runs, score, claim.reach)
+        row |= reached(runs, score, claim.reach)
     if claim.samples:
-        cells.append(f"{max(float(run['memory_mb']) for run in stored) / 1000:.1f}")
-    return cells
+        row["peak GB"] = f"{max(float(run['memory_mb']) for run in stored) / 1000:.1f}"
+    return row
 
 
 def reached(runs, score, level):
@@ -155,9 +146,11 @@ def reached(runs, score, level):
     first = []
     for records in runs.values():
         first += [record for record in records if record.get(score, -math.inf) >= level][:1]
-    if len(first) < len(runs):
-        return [f"in {len(first)} of {len(runs)} seeds", ""]
-    return [tables.average([record[name] for record in first]) for name in ("step", "seconds")]
+    steps = f"in {len(first)} of {len(runs)} seeds"
+    seconds = ""
+    if len(first) == len(runs):
+        steps, seconds = (tables.average([record[name] for record in first]) for name in ("step", "seconds"))
+    return {f"steps to {level}": steps, "seconds of training": seconds}
 
 
 def results(name):
@@ -196,9 +189,9 @@ def before_and_after(name):
         return []
     rows = []
     for row in tables.read_csv(file):
-        rows.append([cell.replace("|", "\\|") for cell in row.values()])
+        rows.append({heading: cell.replace("|", "\\|") for heading, cell in row.items()})
     first = "Samples of seed 1, for the first held-out prompts, before and after:"
-    return ["", first, "", *tables.markdown(["variant", "prompt", "before", "after"], rows)]
+    return ["", first, "", *tables.markdown(rows)]
 
 
 def rounding(name):
@@ -252,14 +245,15 @@ def figure_data(name):
     return panels
 
 
-def data_digest(name):
+def all_data(name):
+    """What the figure shows, with images and words."""
     claim = CLAIMS[name]
     files = [tables.claim_path(name) / "images" / file for file in claim.images.values()]
     images = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     data = [figure_data(name), images, claim.title, claim.lines, claim.over, claim.groups]
     if claim.pairs:
         data += [claim.pairs, claim.mistakes]
-    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    return data
 
 
 def draw_figure(name):
@@ -269,7 +263,7 @@ def draw_figure(name):
     else:
         figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
-    tables.save_figure(figure, tables.claim_path(name) / "curve.png", 90, data_digest(name))
+    tables.save_figure(figure, tables.claim_path(name) / "curve.png", 90, all_data(name))
 
 
 def draw_panels(name):
@@ -343,17 +337,20 @@ def summary():
         stored = [run for run in tables.stored_runs(name) if run["variant"].removesuffix(TWIN) == variant]
         minutes = [float(run["seconds"]) / 60 for run in stored]
         task = f"[{task}](benchmarks/curves/{name}/README.md)"
-        cells = ["<br>".join(pretrained) or "-", f"{before_and_after_of(task, name, variant)}; {reference}"]
-        cells.append(f"{min(minutes):.1f} to {max(minutes):.1f}")
-        rows.append([f"[{script}](algos/{script})", paper, str(lines), *cells])
-    heads = ["script", "paper", "lines", "SmolLM2-135M: before → after", "its small task: before → after", "minutes"]
-    return tables.markdown(heads, rows)
+        row = {"script": f"[{script}](algos/{script})", "paper": paper, "lines": str(lines)}
+        row["SmolLM2-135M: before → after"] = "<br>".join(pretrained) or "-"
+        row["its small task: before → after"] = f"{before_and_after_of(task, name, variant)}; {reference}"
+        rows.append(row | {"minutes": f"{min(minutes):.1f} to {max(minutes):.1f}"})
+    return tables.markdown(rows)
+
+
+def without(rows, *columns):
+    """The lines of a table that lacks some columns."""
+    return tables.markdown([{name: row[name] for name in row if name not in columns} for row in rows])
 
 
 def csv_table(file):
-    rows = tables.read_csv(tables.ROOT / file)
-    heads = [name for name in rows[0] if name != "commit"]  # which only the file has
-    return tables.markdown(heads, [[row[name] for name in heads] for row in rows])
+    return without(tables.read_csv(tables.ROOT / file), "commit")
 
 
 def gpu_tables(parts):
@@ -367,9 +364,7 @@ def gpu_tables(parts):
         lines += ["", f"## {part}"]
         for device, commit in {row["device"]: row["commit"] for row in rows}.items():
             found = [row for row in rows if (row["device"], row["commit"]) == (device, commit)]
-            _, _, _, *heads = found[0]
-            lines += ["", f"{device}, {found[0]['versions']}:", ""]
-            lines += tables.markdown(heads, [[row[name] for name in heads] for row in found])
+            lines += ["", f"{device}, {found[0]['versions']}:", "", *without(found, "device", "commit", "versions")]
     return lines[1:]
 
 
@@ -386,16 +381,17 @@ def tried_cases():
 def signs():
     """What the first iteration of the pitfalls shows (benchmarks/signs.py), as Markdown lines."""
     rows = tables.read_csv(tables.claim_path("pitfalls") / "signs.csv")
-    lines = []
+    found = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         ours = [row for row in rows if row["variant"] == variant]
         entropy = mean(float(row["entropy"]) for row in ours)
         gaps = [float(row["nll"]) - float(row["entropy"]) for row in ours if row["micro_batch_size"] == "16"]
         error = stdev(gaps) / len(gaps) ** 0.5
         small, large = (float(row["grad_norm"]) for row in ours if row["seed"] == "1")
-        change = f"{abs(large / small - 1):.0e}"
-        lines.append([f"`{variant}`", f"{entropy:.4f}", f"{mean(gaps):+.4f} ± {error:.4f}", change])
-    return tables.markdown(["variant", "entropy", "nll - entropy", "change of the gradient"], lines)
+        row = {"variant": f"`{variant}`", "entropy": f"{entropy:.4f}"}
+        row |= {"nll - entropy": f"{mean(gaps):+.4f} ± {error:.4f}"}
+        found.append(row | {"change of the gradient": f"{abs(large / small - 1):.0e}"})
+    return tables.markdown(found)
 
 
 def blocks():
@@ -469,7 +465,7 @@ def verify_claim(name):
         seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
     if seeds_of != {variant: set(runs) for variant, runs in tables.curves(name).items()}:
         problems.append(f"{name}: runs.csv and curves.csv name different runs")
-    if Image.open(folder / "curve.png").text.get("data") != data_digest(name):
+    if not tables.shows(folder / "curve.png", all_data(name)):
         problems.append(f"{name}: curve.png does not show curves.csv")
     return problems + list(missed_bars(name))
 

@@ -10,7 +10,7 @@ from benchmarks import tables
 from benchmarks.claims import CLAIMS
 
 HEADS = {"level": "at the end", "area": "mean of the curve", "tokens": "million tokens", "seconds": "seconds"}
-SCORES = ("level", "area")
+SCORES = {"level": "spread at the end", "area": "spread of the mean"}
 
 
 def measures(name):
@@ -53,23 +53,22 @@ def table(name):
     rows = []
     ratios = {measure: [] for measure in SCORES}
     for variant, base in CLAIMS[name].pairs.items():
-        cells = [f"`{variant}`", f"`{base}`"]
-        for measure in heads:
+        row = {"variant": f"`{variant}`", "minus": f"`{base}`"}
+        for measure, heading in heads.items():
             center, half_width = tables.t_interval(differences(found[measure], variant, base))
             digits = 1 if measure == "seconds" else 3
-            cells.append(f"{center:+.{digits}f} ± {half_width:.{digits}f}")
-        for measure in SCORES:
+            row[heading] = f"{center:+.{digits}f} ± {half_width:.{digits}f}"
+        for measure, heading in SCORES.items():
             paired, unpaired = spreads(found[measure], variant, base)
             ratios[measure].append(paired / unpaired)
-            cells.append(f"{paired:.4f}, {unpaired:.4f}")
-        rows.append(cells)
-    columns = ["variant", "minus", *heads.values(), "spread at the end", "spread of the mean"]
+            row[heading] = f"{paired:.4f}, {unpaired:.4f}"
+        rows.append(row)
     of_end, of_mean = (median(ratios[measure]) for measure in SCORES)
     return [
         "Paired differences, their mean over seeds with its 95 % interval (Student's t), and the standard deviation of "
         "a difference between runs of one seed and, for comparison, of independent seeds (the spreads):",
         "",
-        *tables.markdown(columns, rows),
+        *tables.markdown(rows),
         "",
         f"Pairing leaves {of_end:.2f} of the spread at the end and {of_mean:.2f} of that of the mean, in the median "
         "over the rows. One interval in twenty misses the true difference by chance.",

@@ -152,11 +152,13 @@ def report(old_runs, new_runs, score):
         center, half_width = t_interval(differences)
         words = verdict(center, half_width)
         differs |= name != "seconds" and words in ("higher", "lower")
-        means = [mean(run[name] for run in runs) for runs in (old, new)]
-        bounds = f"{center - half_width:+.4f} to {center + half_width:+.4f}"
-        rows.append([name, *(f"{value:.4f}" for value in means), f"{center:+.4f}", bounds, words])
-    heads = [score, "old", "new", "difference", "95 % interval", "the new one is"]
-    return markdown(heads, rows), differs
+        row = {score: name}
+        for title, runs in (("old", old), ("new", new)):
+            row[title] = f"{mean(run[name] for run in runs):.4f}"
+        row["difference"] = f"{center:+.4f}"
+        row["95 % interval"] = f"{center - half_width:+.4f} to {center + half_width:+.4f}"
+        rows.append(row | {"the new one is": words})
+    return markdown(rows), differs
 
 
 def equal_records(old_runs, new_runs):

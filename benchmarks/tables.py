@@ -1,6 +1,7 @@
 """Stored curves: their CSV files, the numbers of a curve, tables as Markdown lines, and figures."""
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -8,6 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from benchmarks.claims import TWIN
 
@@ -134,9 +137,12 @@ def explained(counts):
 
 
 def ends(histories):
-    """Cells: the first, the last and the best of some histories."""
-    found = [[values[0] for values in histories], [values[-1] for values in histories], [*map(max, histories)]]
-    return [average(values) for values in found]
+    """{heading: cell} of the first, the last and the best of some histories."""
+    return {
+        "first": average([values[0] for values in histories]),
+        "last": average([values[-1] for values in histories]),
+        "best": average([*map(max, histories)]),
+    }
 
 
 def t_interval(values):
@@ -158,9 +164,10 @@ def interval(values):
     return low, high
 
 
-def markdown(heads, rows):
-    dashes = ["---"] * len(heads)
-    return ["| " + " | ".join(cells) + " |" for cells in [heads, dashes, *rows]]
+def markdown(rows):
+    """The lines of a table. rows: {heading: cell}, equal headings in all."""
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]
 
 
 def draw_curves(axes, variants, colors, **style):
@@ -175,14 +182,20 @@ def draw_curves(axes, variants, colors, **style):
         axes.plot(*zip(*mean_curve(seeds), strict=True), color=color, marker=".", label=label, **dashes)
 
 
+def digest(data):
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
+
+
+def shows(file, data):
+    """Whether a figure was saved with this data."""
+    return Image.open(file).text.get("data") == digest(data)
+
+
 def save_figure(figure, file, dpi, data):
     """Writes a figure in 256 colours, with the digest of its data."""
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=dpi)
     text = PngInfo()
-    text.add_text("data", data)
+    text.add_text("data", digest(data))
     image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(file, optimize=True, pnginfo=text)

@@ -131,16 +131,17 @@ def run(numbers, jobs):
 
 def table():
     """The lines of README.md between its marks."""
-    rows = [results()[bug["number"]] for bug in bugs()]
-    cells = []
+    known = results()
+    rows = [known[bug["number"]] for bug in bugs()]
+    lines = []
     for row in rows:
         test = row["test"].removeprefix("tests/")
-        found = f"`{test}`" if row["caught"] == "yes" else "none"
-        cells.append([row["number"], Path(row["script"]).name, row["bug"], found])
+        line = {"number": row["number"], "script": Path(row["script"]).name, "bug": row["bug"]}
+        lines.append(line | {"first test that fails": f"`{test}`" if row["caught"] == "yes" else "none"})
     caught = sum(row["caught"] == "yes" for row in rows)
     scripts = len({row["script"] for row in rows})
     total = f"{len(rows)} bugs in {scripts} files: {caught} are caught by the default `pytest`."
-    return [total, "", *markdown(["number", "script", "bug", "first test that fails"], cells)]
+    return [total, "", *markdown(lines)]
 
 
 def older():

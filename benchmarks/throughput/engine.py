@@ -106,15 +106,14 @@ def measure(precision):
 
 def table():
     """The table of the page."""
-    heads = ["precision", "prompt + new tokens", "rows", "vLLM", "own sampler", "times", "equal greedy rows"]
-    heads += ["mean difference of log-probabilities", "KL (k3)"]
-    rows = []
+    lines = []
     for row in sorted(read_csv(RESULTS), key=itemgetter("precision", "new"), reverse=True):
-        greedy = f"{row['greedy']} of {row['rows']}" if row["greedy"] else ""
-        cells = [row["precision"], f"{row['prompt']} + {row['new']}", row["rows"], row["engine"], row["own"]]
-        times = float(row["engine"]) / float(row["own"])
-        rows.append([*cells, f"{times:.2f}", greedy, row["gap"], row["kl"]])
-    return markdown(heads, rows)
+        line = {"precision": row["precision"], "prompt + new tokens": f"{row['prompt']} + {row['new']}"}
+        line |= {"rows": row["rows"], "vLLM": row["engine"], "own sampler": row["own"]}
+        line["times"] = f"{float(row['engine']) / float(row['own']):.2f}"
+        line["equal greedy rows"] = f"{row['greedy']} of {row['rows']}" if row["greedy"] else ""
+        lines.append(line | {"mean difference of log-probabilities": row["gap"], "KL (k3)": row["kl"]})
+    return markdown(lines)
 
 
 if __name__ == "__main__":

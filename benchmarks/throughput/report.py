@@ -87,19 +87,19 @@ def compared():
 
 def table():
     """The table at the top of the page: a row a comparison and device."""
-    heads = ["script", "precision", "device", "times", "fastest peer", "times its defaults", "memory"]
-    heads += ["fraction of GEMM peak", "runs"]
-    lines = []
+    rows = []
     for title, side, device, runs, peer, times, of_defaults in compared():
-        words = device.replace("(R)", "").split()
+        words = device.split()
         own = list(runs[side].values())
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
-        cells = [title, precision(side), f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}", spread(times)]
-        cells += [f"{system(other[0])}: {peer}", spread(of_defaults)]
-        cells += [f"{memories[0] / memories[1]:.2f}", spread([float(row["fraction"]) for row in own])]
-        lines.append([*cells, f"{len(times)}"])
-    return markdown(heads, lines)
+        row = {"script": title, "precision": precision(side)}
+        row["device"] = f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}"
+        row |= {"times": spread(times), "fastest peer": f"{system(other[0])}: {peer}"}
+        row |= {"times its defaults": spread(of_defaults), "memory": f"{memories[0] / memories[1]:.2f}"}
+        row["fraction of GEMM peak"] = spread([float(row["fraction"]) for row in own])
+        rows.append(row | {"runs": f"{len(times)}"})
+    return markdown(rows)
 
 
 def same_work():
@@ -122,14 +122,18 @@ def same_work():
 
 def quoted():
     """The table of speed in README.md of the repository: a row a script, with its times on each device."""
-    columns = {"AMD EPYC, AVX512": 1, "AMD EPYC, AVX2": 3, "NVIDIA H100 80GB HBM3": 4}
+    headings = {
+        "AMD EPYC, AVX512": "CPU with AVX-512",
+        "defaults": "the same, TRL's defaults",
+        "AMD EPYC, AVX2": "CPU with AVX2, older code",
+        "NVIDIA H100 80GB HBM3": "H100, older code",
+    }
     rows = {}
     for title, _, device, _, _, times, of_defaults in compared():
         if "layers" in title:
             continue
-        cells = rows.setdefault(title, [title, "", "", "", ""])
-        cells[columns[device]] = spread(times)
+        row = rows.setdefault(title, {"script": title} | dict.fromkeys(headings.values(), ""))
+        row[headings[device]] = spread(times)
         if device == "AMD EPYC, AVX512":
-            cells[2] = spread(of_defaults)
-    heads = ["script", "CPU with AVX-512", "the same, TRL's defaults", "CPU with AVX2, older code", "H100, older code"]
-    return markdown(heads, rows.values())
+            row[headings["defaults"]] = spread(of_defaults)
+    return markdown([*rows.values()])

@@ -67,7 +67,6 @@ CASES = "benchmarks/faults/cases.csv"
 PRECISION = "benchmarks/curves/grpo-stale/precision.csv"
 DECODING = "right token profile update kernels peers pretrained".split()  # parts of benchmarks/gpu.py
 SAME = tables.ROOT / "benchmarks/curves/same.csv"  # of regression.py: first records of older commits beside a newer one
-FILES = ["run.sh", "curves.csv", "runs.csv", "README.md", "curve.png"]  # of the folder of a claim
 
 
 # ---- Numbers of a curve ---------------------------------------------------------------------------------------------
@@ -258,8 +257,10 @@ def all_data(name):
 
 def draw_figure(name):
     claim = CLAIMS[name]
-    if claim.pairs:
-        figure = paired.draw(name)
+    if claim.mistakes:
+        figure = paired.draw_pairs(name)
+    elif claim.pairs:
+        figure = paired.draw_differences(name)
     else:
         figure = draw_over(name) if claim.over else draw_panels(name)
     figure.suptitle(claim.title, fontsize=10)
@@ -419,21 +420,16 @@ def blocks():
 
 
 def documents():
-    """The documents that have blocks, each once."""
-    return list(dict.fromkeys(document for document, _, _ in blocks()))
-
-
-def with_blocks(document):
-    """The text of a document with its generated tables, each between the marks of its block."""
-    text = (tables.ROOT / document).read_text()
-    for file, name, make_lines in blocks():
-        if file == document:
-            before, mark, rest = text.partition(f"<!-- {name} -->\n")
-            _, end, after = rest.partition("<!-- end -->")
-            if not end:
-                sys.exit(f"error: {document} has no block {name}")
-            text = "".join([before, mark, *(f"{line}\n" for line in make_lines()), end, after])
-    return text
+    """{document: its text with the generated tables, each between the marks of its block}"""
+    texts = {}
+    for document, name, make_lines in blocks():
+        text = texts.get(document) or (tables.ROOT / document).read_text()
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not end:
+            sys.exit(f"error: {document} has no block {name}")
+        texts[document] = "".join([before, mark, *(f"{line}\n" for line in make_lines()), end, after])
+    return texts
 
 
 # ---- Verify, write, collect -----------------------------------------------------------------------------------------
@@ -444,11 +440,9 @@ def verify():
     problems = list(references.problems())
     for name in CLAIMS:
         problems += verify_claim(name)
-    for document in documents():
-        if (tables.ROOT / document).read_text() != with_blocks(document):
-            problems.append(
-                f"{document}: a table does not follow from code and benchmarks: check.py --write makes it anew"
-            )
+    for document, text in documents().items():
+        if (tables.ROOT / document).read_text() != text:
+            problems.append(f"{document}: a table does not follow from its data: check.py --write makes it anew")
     failed = [row["number"] for row in tables.read_csv(tables.ROOT / CASES) if row["result"] != "passed"]
     problems += [f"faults: case {number} has not passed" for number in failed]
     return problems + planted.problems()
@@ -456,16 +450,13 @@ def verify():
 
 def verify_claim(name):
     """What is off in the folder of a claim, as sentences."""
-    folder = tables.claim_path(name)
-    problems = [f"{name}: {file} is missing" for file in FILES if not (folder / file).exists()]
-    if problems:
-        return problems
+    problems = []
     seeds_of = {}
     for run in tables.stored_runs(name):
         seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
     if seeds_of != {variant: set(runs) for variant, runs in tables.curves(name).items()}:
         problems.append(f"{name}: runs.csv and curves.csv name different runs")
-    if not tables.shows(folder / "curve.png", all_data(name)):
+    if not tables.shows(tables.claim_path(name) / "curve.png", all_data(name)):
         problems.append(f"{name}: curve.png does not show curves.csv")
     return problems + list(missed_bars(name))
 
@@ -475,8 +466,8 @@ def write():
         draw_figure(name)
     for name in references.REFERENCES:
         references.draw(name)
-    for document in documents():
-        (tables.ROOT / document).write_text(with_blocks(document))
+    for document, text in documents().items():
+        (tables.ROOT / document).write_text(text)
 
 
 def collect(name, run_dirs):
@@ -612,9 +603,9 @@ def kept_records(name, variant, run_dir):
 
 def sampled_tokens(run_dir):
     """Million tokens of responses that a run has trained on; 0 without rollouts."""
-    [size] = re.findall(r"^rollout_batch_size: (\d+)", (run_dir / "config.yaml").read_text(), flags=re.M) or [0]
+    flags = json.loads((run_dir / "env.json").read_text())["flags"]
     lengths = [record.get("tokens/responses_len", 0) for record in tables.read_jsonl(run_dir / "metrics.jsonl")]
-    return f"{int(size) * sum(lengths) / 1e6:.3f}"
+    return f"{flags.get('rollout_batch_size', 0) * sum(lengths) / 1e6:.3f}"
 
 
 def training_seconds(run_dir):

@@ -75,10 +75,6 @@ def table(name):
     ]
 
 
-def draw(name):
-    return draw_pairs(name) if CLAIMS[name].mistakes else draw_differences(name)
-
-
 def draw_pairs(name):
     """A panel for each pair, with the curves of all seeds and their means."""
     claim = CLAIMS[name]

@@ -59,6 +59,8 @@ def stored_runs(name):
 
 def curves(name):
     """{variant: {seed: records}} of a claim. The last record of a run has what the table shows of its end."""
+    if not (claim_path(name) / "curves.csv").exists():
+        raise SystemExit(f"error: claims.py names {name}, which has no stored curves")
     return curves_of(claim_path(name) / "curves.csv", "variant")
 
 

@@ -7,7 +7,7 @@ What smollm2.py or randomwalks_ppo.py has written is stored, each directory's na
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -29,16 +29,15 @@ class Reference:
     variant: str
     axis: str  # what counts the progress: "step", "episode", "seconds"
     level: float  # the table says when the mean curve reaches it
-    also: dict = field(default_factory=dict)  # further columns, of the last evaluation: metric -> heading
+    also: str = ""  # a further metric of the last evaluation, under the claim's heading
 
     @property
     def score(self):
         return CLAIMS[self.claim].score_of(self.variant)
 
 
-ILLEGAL = {"eval/illegal": "illegal walks"}
-AGREEMENT = {"eval/agreement": "agreement"}
-CALLS = {"eval/calls": "calls"}
+ILLEGAL = "eval/illegal"
+AGREEMENT = "eval/agreement"
 CHAIN = "chain-randomwalks"
 REVIEWS = "smollm2-reviews"
 REFERENCES = {
@@ -46,7 +45,7 @@ REFERENCES = {
     "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),
     "ppo-own-critic": Reference("PPO, a critic of its own", "ppo-randomwalks", "own-critic", "step", 0.95, ILLEGAL),
     "grpo": Reference("GRPO on sums", "grpo-sums", "default", "episode", 0.9),
-    "calculator": Reference("GRPO with a calculator", "grpo-calculator", "default", "episode", 0.9, CALLS),
+    "calculator": Reference("GRPO with a calculator", "grpo-calculator", "default", "episode", 0.9, "eval/calls"),
     "reward": Reference("Reward model on pairs of random walks", CHAIN, "reward-base", "step", 0.9),
     "dpo": Reference("DPO on pairs of random walks", CHAIN, "dpo-base", "step", 0.9, ILLEGAL),
     "smollm2-grpo": Reference("SmolLM2, GRPO on sums", "smollm2-answers", "sums", "seconds", 0.7),
@@ -82,8 +81,9 @@ def table(name):
     for system, seeds in curves(name).items():
         row = {"system": system, "seeds": str(len(seeds))}
         row |= tables.ends([tables.history(records, reference.score) for records in seeds.values()])
-        for key, heading in reference.also.items():
-            row[heading] = tables.average([records[-1][key] for records in seeds.values()])
+        if reference.also:
+            ends = [records[-1][reference.also] for records in seeds.values()]
+            row[CLAIMS[reference.claim].table[reference.also]] = tables.average(ends)
         line = tables.mean_curve(lines(name)[system])
         places = [f"{place:.0f}" for place, score in line if score >= reference.level]
         row |= {unit: f"{line[-1][0]:.0f}", f"{unit} to {reference.level:g}": places[0] if places else "not"}
@@ -92,7 +92,6 @@ def table(name):
 
 
 def draw(name):
-    """The curves over steps or episodes."""
     reference = REFERENCES[name]
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
@@ -110,14 +109,9 @@ def problems():
             yield f"benchmarks/references: the figure of {name} does not show its curves"
 
 
-def main(name, run_dirs):
-    """Stores the curves of TRL's runs."""
+if __name__ == "__main__":
+    _, name, *run_dirs = sys.argv
     runs = {}
     for run_dir in run_dirs:
-        seed = int(run_dir.rpartition("-seed")[2])
-        runs[seed] = tables.read_jsonl(Path(run_dir) / "metrics.jsonl")
+        runs[int(run_dir.rpartition("-seed")[2])] = tables.read_jsonl(Path(run_dir) / "metrics.jsonl")
     tables.write_curves(HERE / f"curves/{name}.csv", "system", {"trl": runs})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])

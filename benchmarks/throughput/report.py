@@ -2,6 +2,7 @@
 there, and `check.py` fails where it does not follow."""
 
 import itertools
+import re
 import sys
 from pathlib import Path
 from statistics import median
@@ -13,23 +14,8 @@ HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-3
 
 
-def peers_of(runs, side):
-    """The sides of the peer that ours is compared with: of its precision and layers."""
-    peers = [name for name in runs if name not in OURS and precision(name) == precision(side)]
-    return [name for name in peers if ("2-layers" in name) == ("2-layers" in side)]
-
-
 def stored():
     return read_csv(HERE / "results.csv")
-
-
-def runs_of(rows, device, algorithm):
-    """{side: {repeat: row}}"""
-    runs = {}
-    for row in rows:
-        if (row["device"], row["algorithm"]) == (device, algorithm):
-            runs.setdefault(row["mode"], {})[row["repeat"]] = row
-    return runs
 
 
 def precision(side):
@@ -50,52 +36,46 @@ def ratios(runs, side, other):
     return [float(runs[other][repeat]["seconds"]) / float(runs[side][repeat]["seconds"]) for repeat in both]
 
 
-def fastest(runs, side):
-    """(seconds of a peer's side over those of ours for each repeat, the peer's side): of the peer's fastest one."""
-    found = [(ratios(runs, side, peer), peer) for peer in peers_of(runs, side)]
-    return min((pair for pair in found if pair[0]), key=lambda pair: median(pair[0]), default=([], ""))
-
-
-def beside_defaults(runs, side):
-    """Seconds of the peer's defaults over those of our side for each repeat, if they were measured."""
-    for peer in peers_of(runs, side):
-        if peer.endswith("defaults"):
-            return ratios(runs, side, peer)
-    return []
-
-
-def system(row):
-    """TRL with its version."""
-    [version] = [version for version in row["versions"].split("; ") if version.startswith("trl ")]
-    return version.replace("trl", "TRL")
+def peers_of(runs, side):
+    """{peer's side: ratios} of the sides that ours is compared with: of its precision and layers."""
+    found = {}
+    for name in runs:
+        if name not in OURS and precision(name) == precision(side) and ("2-layers" in name) == ("2-layers" in side):
+            found[name] = ratios(runs, side, name)
+    return {name: times for name, times in found.items() if times}
 
 
 def compared():
     """(name, side, device, its runs, the peer's fastest side, ratios to it, ratios to its defaults) of each
     comparison that was measured."""
-    rows = stored()
-    devices = dict.fromkeys(row["device"] for row in rows)  # in the order of the file
-    for algorithm, side, device in itertools.product(SIDES, OURS, devices):
+    measured = {}
+    for row in stored():
+        runs = measured.setdefault(row["device"], {}).setdefault(row["algorithm"], {})
+        runs.setdefault(row["mode"], {})[row["repeat"]] = row
+    for algorithm, side, device in itertools.product(SIDES, OURS, measured):
         title = "sft packed" if algorithm == "sft" else algorithm
         if "2-layers" in side:
             title += ", 2 of 12 layers"
-        runs = runs_of(rows, device, algorithm)
-        times, peer = fastest(runs, side)
-        if times:
-            yield title, side, device, runs, peer, times, beside_defaults(runs, side)
+        runs = measured[device].get(algorithm, {})
+        peers = peers_of(runs, side)
+        if peers:
+            fastest = min(peers, key=lambda peer: median(peers[peer]))
+            of_defaults = [times for peer, times in peers.items() if peer.endswith("defaults")]
+            yield title, side, device, runs, fastest, peers[fastest], of_defaults[0] if of_defaults else []
 
 
 def table():
     """The table at the top of the page: a row a comparison and device."""
     rows = []
     for title, side, device, runs, peer, times, of_defaults in compared():
-        words = device.split()
         own = list(runs[side].values())
         other = list(runs[peer].values())
         memories = [median(float(row["peak_memory_mb"]) for row in found) for found in (own, other)]
+        [trl] = re.findall(r"trl (\S+?)(?:;|$)", other[0]["versions"])
         row = {"script": title, "precision": precision(side)}
+        words = device.split()
         row["device"] = f"{words[0]} {words[1 if words[0] == 'NVIDIA' else -1]}"
-        row |= {"times": spread(times), "fastest peer": f"{system(other[0])}: {peer}"}
+        row |= {"times": spread(times), "fastest peer": f"TRL {trl}: {peer}"}
         row |= {"times its defaults": spread(of_defaults), "memory": f"{memories[0] / memories[1]:.2f}"}
         row["fraction of GEMM peak"] = spread([float(row["fraction"]) for row in own])
         rows.append(row | {"runs": f"{len(times)}"})

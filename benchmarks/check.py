@@ -13,7 +13,6 @@ versions.
 import argparse
 import functools
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -112,7 +111,6 @@ def measured(records, key, which, score):
 
 
 def table(name):
-    """The claim's table as Markdown lines."""
     return tables.markdown([table_row(name, variant, runs) for variant, runs in tables.shown(name).items()])
 
 
@@ -294,7 +292,6 @@ def draw_panels(name):
 
 
 def draw_over(name):
-    """The figure of a claim with groups: a panel a group, with all metrics."""
     claim = CLAIMS[name]
     data = figure_data(name)
     figure = Figure(figsize=(4 * len(claim.groups), 4.2), layout="constrained")
@@ -437,15 +434,16 @@ def documents():
 
 def verify():
     """All that is off, as sentences."""
-    problems = list(references.problems())
+    problems = [*references.problems(), *planted.problems()]
     for name in CLAIMS:
         problems += verify_claim(name)
     for document, text in documents().items():
         if (tables.ROOT / document).read_text() != text:
             problems.append(f"{document}: a table does not follow from its data: check.py --write makes it anew")
-    failed = [row["number"] for row in tables.read_csv(tables.ROOT / CASES) if row["result"] != "passed"]
-    problems += [f"faults: case {number} has not passed" for number in failed]
-    return problems + planted.problems()
+    for row in tables.read_csv(tables.ROOT / CASES):
+        if row["result"] != "passed":
+            problems.append(f"faults: case {row['number']} has not passed")
+    return problems
 
 
 def verify_claim(name):
@@ -487,9 +485,7 @@ def collect(name, run_dirs):
             if CLAIMS[name].samples and int(seed) == 1:
                 collect_samples(name, variant, run_dir)
     tables.write_curves(tables.claim_path(name) / "curves.csv", "variant", records)
-    sorted_rows = [rows[key] for key in sorted(rows)]
-    columns = dict.fromkeys(itertools.chain(*sorted_rows))  # older rows have no memory
-    tables.write_csv(tables.claim_path(name) / "runs.csv", list(columns), sorted_rows)
+    tables.write_csv(tables.claim_path(name) / "runs.csv", [rows[key] for key in sorted(rows)])
 
 
 def collect_samples(name, variant, run_dir):
@@ -509,7 +505,7 @@ def collect_samples(name, variant, run_dir):
     for prompt in prompts:
         row = {"variant": variant, "prompt": last_line(prompt)}
         rows.append(row | {"before": repr(texts[0, prompt])[1:-1], "after": repr(texts[last, prompt])[1:-1]})
-    tables.write_csv(file, ["variant", "prompt", "before", "after"], sorted(rows, key=lambda row: row["variant"]))
+    tables.write_csv(file, sorted(rows, key=lambda row: row["variant"]))
 
 
 def last_line(prompt):

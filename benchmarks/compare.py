@@ -29,8 +29,6 @@ DEFAULT_NAME = r"\w+-[0-9a-f]{8}(-\d+)?"  # of the directory of a run without --
 
 @dataclass
 class Run:
-    """What the directory of a run says."""
-
     folder: Path
     algo: str
     flags: dict
@@ -102,11 +100,7 @@ def state_of(folder, last_step, total_steps):
     if (folder / "README.md").exists():
         return "finished"
     state = "running" if is_locked(folder / ".lock") else "stopped"
-    if last_step is None:
-        return f"{state}, no step"
-    if total_steps is None:
-        return f"{state} {last_step}"
-    return f"{state} {last_step}/{total_steps}"
+    return f"{state}, no step" if last_step is None else f"{state} {last_step}/{total_steps}"
 
 
 def is_locked(path):
@@ -256,15 +250,10 @@ def print_table(rows):
     print("\n".join(line.rstrip() for line in lines))
 
 
-def list_rows(runs):
-    rows = []
-    for run in runs:
-        curve = run.curve(run.headline)
-        row = {"run": run.folder.name, "state": run.state}
-        row["headline"] = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
-        row["algo"] = run.algo
-        rows.append(row)
-    return rows
+def list_row(run):
+    curve = run.curve(run.headline)
+    headline = f"{run.headline} {curve[-1][1]:.3g}" if curve else ""
+    return {"run": run.folder.name, "state": run.state, "headline": headline, "algo": run.algo}
 
 
 def main(paths, lists, metric, out):
@@ -274,7 +263,7 @@ def main(paths, lists, metric, out):
     if not runs:
         raise SystemExit(f"error: there is no run in {', '.join(paths)}")
     if lists:
-        print_table(list_rows(runs))
+        print_table([list_row(run) for run in runs])
         return
     metric = choose_metric(runs, metric)
     groups = grouped(runs)
@@ -289,10 +278,7 @@ def main(paths, lists, metric, out):
     if "reward" in other and re.search("reward|score", metric or ""):
         print(f"the runs have different rewards, which {metric} does not compare")
     if metric and out:
-        try:
-            draw(groups, metric, texts, out)
-        except (OSError, ValueError) as error:  # ValueError: an ending that is no format of pictures
-            raise SystemExit(f"error: --out {out} cannot be written: {error}") from None
+        draw(groups, metric, texts, out)
         print(f"picture {out}")
 
 

@@ -24,7 +24,6 @@ SAMPLES = 8  # of each problem
 
 
 def run(*command):
-    """Runs a script of the repository there."""
     subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
 
 

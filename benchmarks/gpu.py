@@ -422,13 +422,21 @@ def pretrained(args, folder):
 # ---- Command ---------------------------------------------------------------------------------------------------------
 
 # Seconds until a part ends at the latest. The first six are those of a command without flags.
-PARTS = {right: 45, profile: 60, token: 75, update: 30, peers: 200, pretrained: 140}
-PARTS |= {traces: 900, again: 900, tasks: 900}
-PARTS = {part.__name__: (part, seconds) for part, seconds in PARTS.items()}
+SECONDS = {
+    right: 45,
+    profile: 60,
+    token: 75,
+    update: 30,
+    peers: 200,
+    pretrained: 140,
+    traces: 900,
+    again: 900,
+    tasks: 900,
+}
+PARTS = {part.__name__: part for part in SECONDS}
 
 
 def where():
-    """The columns that all files begin with."""
     git = ["git", "describe", "--always", "--dirty"]
     commit = os.environ.get("COMMIT") or subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -443,7 +451,7 @@ def measure(part, args):
     torch.backends.cuda.enable_cudnn_sdp(False)  # as common/launch.py does
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for row in PARTS[part][0](args, Path(folder)):
+        for row in PARTS[part](args, Path(folder)):
             append(args.out / f"{part}.csv", where() | row)
             print(part, *row.values(), sep=" | ", flush=True)
 
@@ -463,7 +471,7 @@ def main():
         measure(part, args)
     end = time.monotonic() + args.limit
     for part in [] if args.one else args.parts:
-        seconds = max(0.0, min(PARTS[part][1], end - time.monotonic()))
+        seconds = max(0.0, min(SECONDS[PARTS[part]], end - time.monotonic()))
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, __file__, *sys.argv[1:], "--one", part]

@@ -61,7 +61,7 @@ def main():
             row = {"numbers": kind, "text": text, "nats": f"{scale:.2f}", "error in nats": f"{error:.4f}"}
             rows.append(row | {"relative error in %": f"{100 * error / scale:.3f}"})
             print(rows[-1], flush=True)
-    write_csv(claim_path("grpo-stale") / "precision.csv", list(rows[0]), rows)
+    write_csv(claim_path("grpo-stale") / "precision.csv", rows)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,11 @@ MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which
 def checkout(commit):
     """The folder of a commit, checked out once."""
     revision = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}"]
-    found = subprocess.run(revision, capture_output=True, text=True)
-    if found.returncode:
-        sys.exit(f"error: no commit {commit}")
-    folder = ROOT / "runs/regression" / found.stdout.strip()
+    name = subprocess.run(revision, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    folder = ROOT / "runs/regression" / name
     if not folder.exists():
         subprocess.run(["git", "clone", "-q", "--no-checkout", str(ROOT), str(folder)], check=True)
-        subprocess.run(["git", "-C", str(folder), "checkout", "-q", found.stdout.strip()], check=True)
+        subprocess.run(["git", "-C", str(folder), "checkout", "-q", name], check=True)
     return folder
 
 
@@ -61,9 +59,7 @@ def run_seed(folder, claim, variant, seed):
 def finish(folder, commands_in_order):
     """Runs commands in a checkout, one after the other; what is finished there is not repeated."""
     for command in commands_in_order:
-        done = subprocess.run(shlex.split(command), cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"error: {command} in {folder}:\n{done.stderr}")
+        subprocess.run(shlex.split(command), cwd=folder, stdout=subprocess.DEVNULL, check=True)
 
 
 def needed(commands_of_seed, run_dir):
@@ -115,7 +111,7 @@ def store_first(claim, variant, folders, count):
     row = {"claim": claim, "variant": variant, "old": folders[0].name, "new": folders[1].name, "records": str(count)}
     row |= {"difference": f"{difference:.1e}", "metric": metric}
     others = [other for other in read_csv(SAME) if any(other[key] != row[key] for key in ("claim", "variant", "old"))]
-    write_csv(SAME, list(row), sorted([*others, row], key=lambda row: list(row.values())))
+    write_csv(SAME, sorted([*others, row], key=lambda row: list(row.values())))
     print(row)
 
 

@@ -27,7 +27,6 @@ from benchmarks.tables import ROOT, claim_path, read_jsonl, write_csv
 
 CLAIM = "pitfalls"
 FILE = claim_path(CLAIM) / "signs.csv"
-COLUMNS = ["variant", "seed", "micro_batch_size", "nll", "entropy", "grad_norm"]
 # KL and reference show in the metrics of a whole run
 VARIANTS = """sums top-k top-p end-token sums-at-0.7 temperature hinted positions countdown mean-of-means calculator
     tool-trained ppo whitening""".split()
@@ -59,8 +58,8 @@ def measure(variant, seed, micro_batch_size):
     nll = record.get("policy/nll")
     if nll is None:  # ppo.py has the sum over a response
         nll = record["objective/entropy"] / record["tokens/responses_len"]
-    numbers = [nll, record["policy/entropy"], record["optim/grad_norm"]]
-    return dict(zip(COLUMNS, [variant, seed, micro_batch_size, *numbers], strict=True))
+    row = {"variant": variant, "seed": seed, "micro_batch_size": micro_batch_size}
+    return row | {"nll": nll, "entropy": record["policy/entropy"], "grad_norm": record["optim/grad_norm"]}
 
 
 def main():
@@ -70,7 +69,8 @@ def main():
     small, large = MICRO_BATCH_SIZES
     asked = [*product(VARIANTS, SEEDS, [small]), *product(VARIANTS, [1], [large])]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        write_csv(FILE, COLUMNS, [*pool.map(lambda each: measure(*each), asked)])
+        rows = [*pool.map(lambda each: measure(*each), asked)]
+    write_csv(FILE, rows)
 
 
 if __name__ == "__main__":

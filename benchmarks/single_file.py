@@ -51,9 +51,6 @@ class Part:
 # ---- A file ----------------------------------------------------------------------------------------------------------
 
 
-IMPORTS = ast.Import | ast.ImportFrom
-
-
 def take_apart(name):
     """The Source of a file of the repository."""
     shared, text = without_shared_imports(name, (ROOT / name).read_text())
@@ -65,7 +62,7 @@ def take_apart(name):
         begin = end
         end = node.end_lineno
         statement = "".join(lines[begin:end])
-        if isinstance(node, IMPORTS):
+        if isinstance(node, ast.Import | ast.ImportFrom):
             add_imports(source, node)
         elif node is body[0] and isinstance(node, ast.Expr):
             source.docstring = statement
@@ -196,14 +193,12 @@ class Collection:
 def single_file(script, target, command):
     collection = Collection(script)
     source = collection.script
-    own = [part for part in source.parts if part in collection.kept[script]]
-    sections = ["\n".join(sorted(filter(of_python, collection.imports)))]
-    sections.append("\n".join(sorted(collection.imports - set(filter(of_python, collection.imports)))))
+    sections = ["\n".join(sorted(collection.imports))]
     for name in collection.order:
         parts = [part for part in collection.sources[name].parts if part in collection.kept[name]]
         if name == script:
             sections.append(banner(name))
-            sections += [part.text for part in own]
+            sections += [part.text for part in parts]
         elif parts:
             sections.append(banner(name) + collection.sources[name].docstring)
             sections += [re.sub(r"(?m)^# ---- .*\n", "", part.text) for part in parts]
@@ -215,10 +210,6 @@ def single_file(script, target, command):
     header = HEADER.format(script=script, commit=commit, command=command)
     license_text = textwrap.indent((ROOT / "LICENSE").read_text(), "# ", lambda line: True)
     return f"{header}{source.docstring}\n\n{text}\n\n\n{banner('LICENSE')}{license_text}"
-
-
-def of_python(statement):
-    return statement.split()[1].partition(".")[0] in sys.stdlib_module_names
 
 
 def banner(name):
@@ -234,10 +225,6 @@ def formatted(text):
 
 
 def main(script, target):
-    scripts = sorted((ROOT / "algos").glob("*.py"))
-    if Path(script).resolve() not in scripts:
-        names = ", ".join(f"algos/{path.name}" for path in scripts)
-        raise SystemExit(f"error: {script} is no script of this repository; there are {names}")
     name = str(Path(script).resolve().relative_to(ROOT))
     command = f"python benchmarks/single_file.py {name} {Path(target).name}"
     text = formatted(single_file(name, target, command))
@@ -246,8 +233,6 @@ def main(script, target):
             file.write(text)
     except FileExistsError:
         raise SystemExit(f"error: {target} is there already: give another name, or remove it first") from None
-    except OSError as error:
-        raise SystemExit(f"error: {target} cannot be written: {error.strerror}") from None
     print(f"{target} has {name} with what it uses of common/, {text.count(chr(10)):,} lines")
 
 

@@ -23,14 +23,16 @@ AXES = {"step": "optimizer step", "episode": "episodes", "seconds": "seconds of 
 
 
 def read_csv(path):
-    """The rows of a file, a mapping each."""
     with open(path) as file:
         return list(csv.DictReader(file))
 
 
-def write_csv(file, columns, rows):
+def write_csv(file, rows):
+    columns = {}  # in the order in which they come
+    for row in rows:
+        columns |= row
     with open(file, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(opened, [*columns], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -86,10 +88,7 @@ def write_curves(file, kind, runs):
             digits = [{key: f"{value:.8g}" for key, value in record.items()} for record in records]
             rows_of[f"{variant}-seed{seed}"] = [{kind: variant, "seed": seed} | numbers for numbers in digits]
     rows = sum((rows_of[name] for name in sorted(rows_of)), [])
-    columns = {}  # in the order in which they come
-    for row in rows:
-        columns |= row
-    write_csv(file, list(columns), rows)
+    write_csv(file, rows)
 
 
 def points(records, key, axis="step"):

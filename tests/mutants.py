@@ -129,7 +129,7 @@ def main():
     with ThreadPoolExecutor(args.jobs) as pool:
         for key, row in zip(waiting, pool.map(tried, waiting), strict=True):
             known[key] = row
-            write_csv(RESULTS, COLUMNS, [known[key] for key in sample if key in known])
+            write_csv(RESULTS, [known[key] for key in sample if key in known])
             print(*row.values(), sep=" | ", flush=True)
 
 

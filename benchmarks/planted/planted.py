@@ -5,8 +5,6 @@
     python benchmarks/planted/planted.py --bugs 3 --copy FOLDER    # no test: a copy of the repository with this bug
     python benchmarks/check.py --write                 # writes the table of README.md from results.csv
 
-check.py fails where bugs, results and code do not fit together.
-
 bugs.toml has the bugs: a text of a script that stands there once, what takes its place, and the tests that should fail.
 A bug that was caught, and whose text, script and names of tests are those of its row in results.csv, is not run again.
 """
@@ -30,7 +28,6 @@ from benchmarks.tables import ROOT, markdown, read_csv, write_csv
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.csv"
-COLUMNS = ["number", "script", "bug", "caught", "by", "test", "seconds", "digest"]
 BY = "pytest"  # the default run
 PYTEST = "-B -m pytest -p no:xdist -p no:cacheprovider -o addopts= -x -q -rfE --tb=line".split()
 OUTCOMES = {0: "no", 1: "yes"}  # by the exit status of pytest
@@ -109,8 +106,7 @@ def results():
 
 
 def write_results(rows):
-    """Writes results.csv in the order of the bugs."""
-    write_csv(RESULTS, COLUMNS, [rows[number] for number in sorted(rows)])
+    write_csv(RESULTS, [rows[number] for number in sorted(rows)])
 
 
 def run(numbers, jobs):
@@ -188,7 +184,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bugs", type=int, nargs="+", default=[], help="numbers of bugs; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
-    parser.add_argument("--copy", type=Path, help="write a copy of the repository with one bug there")
+    parser.add_argument(
+        "--copy", type=Path, help="write a copy of the repository with one bug there; the repository needs its .git"
+    )
     args = parser.parse_args()
     if args.copy:
         [bug] = (bug for bug in bugs() if bug["number"] in args.bugs)

@@ -23,6 +23,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+MODELS = Path(__file__).with_suffix("")  # the folder of this name
+sys.path.append(str(MODELS.parent))
+
+import characters  # noqa: E402
+
 LEVELS = ("sums", "countdown")
 LARGEST = 99  # number in a countdown
 MAX_ATTEMPTS = 7  # of a solution of the countdown
@@ -295,8 +300,6 @@ def solutions(
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
-MODELS = Path(__file__).with_suffix("")  # the folder of this name
-sys.path.append(str(MODELS.parent))  # for characters.py
 CHARACTERS = "0123456789+-*=,:;#"
 CONTEXT = 128  # positions of the model; a countdown with its solution and its end has at most 115 tokens
 MAX_NEW_TOKENS = {"sums": 36, "countdown": 112}  # solutions and their ends have at most 30 and 106
@@ -304,8 +307,6 @@ MAX_NEW_TOKENS = {"sums": 36, "countdown": 112}  # solutions and their ends have
 
 def tokenizer():
     """One token per character, id = index in CHARACTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added."""
-    import characters
-
     return characters.tokenizer(CHARACTERS, CONTEXT)
 
 
@@ -322,24 +323,14 @@ def base_model(level: str = "sums") -> str:
 def untrained_model() -> str:
     """Path of that model with random weights (2 layers, width 96, 0.24 M parameters), drawn where it is not there yet:
     see characters.py."""
-    import characters
-
     return characters.untrained_gpt2(CHARACTERS, CONTEXT, layers=2, width=96, heads=4)
 
 
 # ---- Command --------------------------------------------------------------------------------------------------------
 
 
-def sample_right(
-    model: str,
-    output: str,
-    level: str = "sums",
-    problems: int = 512,
-    samples: int = 8,
-    seed: int = 1,
-    threads: int | None = None,
-) -> None:
-    """Samples solutions of training problems and writes the right ones as rows of prompt and completion: one round of
+def sample_right(model: str, output: str, problems: int = 512, samples: int = 8, seed: int = 1, threads: int = 0):
+    """Samples solutions of training sums and writes the right ones as rows of prompt and completion: one round of
     expert iteration is this and algos/sft.py on the rows. Of equal solutions of a problem one is kept, as in rejection
     sampling fine-tuning (Yuan et al. 2023, arXiv 2308.01825). model, output: a directory, a file .jsonl. seed: of the
     choice of problems and of the samples. threads: of the CPU; default: torch's.
@@ -355,18 +346,18 @@ def sample_right(
     if threads:
         torch.set_num_threads(threads)
     lm = AutoModelForCausalLM.from_pretrained(model).eval()
-    characters = AutoTokenizer.from_pretrained(model)
-    candidates = prompts(level)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    candidates = prompts()
     chosen = rng(seed, "problems", 0).permutation(len(candidates))[:problems]
     texts = []
     for row in chosen:
         texts += [candidates[row]["prompt"]] * samples
     outputs = []
     for begin in range(0, len(texts), SAMPLED_AT_ONCE):
-        queries = characters(texts[begin : begin + SAMPLED_AT_ONCE])["input_ids"]
-        limits = [MAX_NEW_TOKENS[level]] * len(queries)
+        queries = tokenizer(texts[begin : begin + SAMPLED_AT_ONCE])["input_ids"]
+        limits = [MAX_NEW_TOKENS["sums"]] * len(queries)
         draws = uniforms(seed, "expert iteration", 0, range(begin, begin + len(queries)), limits[0])
-        outputs += decode(characters, queries, sample(lm, characters, queries, draws, limits), ())
+        outputs += decode(tokenizer, queries, sample(lm, tokenizer, queries, draws, limits), ())
     scores = reward(texts, texts, outputs)
     right = {}  # a dict keeps the order
     for prompt, completion, score in zip(texts, outputs, scores, strict=True):

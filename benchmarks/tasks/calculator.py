@@ -19,6 +19,7 @@ from pathlib import Path
 MODELS = Path(__file__).with_suffix("")  # the folder of this name
 sys.path.append(str(MODELS.parent))  # for the other tasks
 
+import characters  # noqa: E402
 from arithmetic import keyed_hash, keyed_share  # noqa: E402
 
 PROBLEM = re.compile(r"(?:(\d+)\+)?(\d+)\*(\d+)(?:\+(\d+))?=")
@@ -169,8 +170,6 @@ def solutions(level="one", count=32_000):
 
 def tokenizer():
     """One token per character, id = index in CHARACTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added."""
-    import characters
-
     return characters.tokenizer(CHARACTERS, CONTEXT)
 
 
@@ -186,6 +185,4 @@ def base_model(level="one"):
 
 def untrained_model():
     """Path of that model with random weights (2 layers, width 96), drawn where it is not there yet: characters.py."""
-    import characters
-
     return characters.untrained_gpt2(CHARACTERS, CONTEXT, layers=2, width=96, heads=4)

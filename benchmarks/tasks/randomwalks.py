@@ -17,7 +17,6 @@ the Hugging Face hub nothing of the section "Models" is needed.
 """
 
 import functools
-import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+
+MODELS = Path(__file__).with_suffix("")  # the folder of this name
+sys.path.append(str(MODELS.parent))
+
+import characters  # noqa: E402
+from arithmetic import keyed_hash  # noqa: E402
 
 GOAL = "a"
 LETTERS = "abcdefghijklmnopqrstu"
@@ -187,11 +192,6 @@ def rewarded(graph_seed: int = 1000) -> list[dict]:
     return rows
 
 
-def keyed_hash(*key) -> int:
-    """A 64-bit hash of the key: a draw that depends on no generator, hence on no order of draws."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-
-
 def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", count: int | None = None) -> list[dict]:
     """Preference pairs from four sources in equal numbers; the chosen walk always has the higher optimality.
 
@@ -226,8 +226,6 @@ def pairs(graph_seed: int = 1000, split: str = "train", kind: str = "all", count
 
     sources = [sorted(filter(in_split, source), key=draw) for source in sources]
     share = min(map(len, sources))
-    if share == 0:
-        raise ValueError(f"graph_seed={graph_seed}: the {split} split has no walks for one source of pairs")
     mixed = []
     for source in sources:
         mixed += source[:share]
@@ -275,15 +273,11 @@ def eval_pairs(graph_seed: int = 1000) -> dict[str, list[dict]]:
 
 # ---- Models ---------------------------------------------------------------------------------------------------------
 
-MODELS = Path(__file__).with_suffix("")  # the folder of this name
-sys.path.append(str(MODELS.parent))  # for characters.py
 CONTEXT = 32  # positions of the model; a walk with bos and eos needs 12
 
 
 def tokenizer():
     """One token per letter, id = index in LETTERS, then <bos> <eos> <pad> <unk>; no bos or eos is added to a text."""
-    import characters
-
     return characters.tokenizer(LETTERS, CONTEXT)
 
 
@@ -299,6 +293,4 @@ def base_model() -> str:
 
 def untrained_model() -> str:
     """Path of that model with random weights, drawn where it is not there yet: see characters.py."""
-    import characters
-
     return characters.untrained_gpt2(LETTERS, CONTEXT, layers=6, width=144, heads=6)

@@ -1,12 +1,7 @@
 """The work of ppo, sft, reward, dpo and grpo, which both systems do, and our side of it.
 
 The model has GPT-2 small's shape and random weights, no dropout, and a tokenizer of whole words "w1 w2 ...".
-SIZES='{"layers": 2, "width": 48}' shrinks it, to try things out.
-
-ppo          16 prompts of 32 tokens, responses of 32, four PPO epochs of one optimizer step
-sft          8 rows of 16 to 128 tokens a step, loss on every token
-reward, dpo  8 pairs a step, whose two texts share a prompt and have 16 to 128 tokens each
-grpo         8 prompts of 16 to 64 tokens, four responses of 16 to 96 to each, one optimizer step
+SIZES='{"layers": 2, "width": 48}' shrinks it, to try things out. README.md says what a step of each has.
 """
 
 import functools

@@ -24,7 +24,7 @@ from trl.models import modeling_sd_base
 def measure(algorithm, side, model):
     if "same-flags" in side:
         choose_products()
-    return {"ppo": measure_ppo, "ddpo": measure_ddpo}[algorithm](side, model)
+    return measure_ppo(side, model) if algorithm == "ppo" else measure_ddpo(side, model)
 
 
 def measure_ppo(side, model_path):

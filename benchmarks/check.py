@@ -56,7 +56,7 @@ LABELS = {  # of the y axes
     "eval/sentiment": "sentiment (-1 to 1)",
     "val/explained_variance": "explained variance",
 }
-MEASURES = {  # what `measured` returns, in words
+MEASURES = {  # what `measured` returns, in words; deviations are those over the samples of the first evaluation
     "gain": "gain, in standard deviations, of",
     "late": "mean of the second half of",
     "fall": "fall from the best to the last",
@@ -85,14 +85,7 @@ def points_over(records, key, over):
 
 
 def measured(records, key, which, score):
-    """The number of a curve that a bar is about.
-
-    last, best   of the values
-    gain         last minus first value, in standard deviations over the samples of the first evaluation
-    late         mean of the second half of the values
-    fall         from the best to the last value
-    rise         last value minus the one at the step where the score was best
-    """
+    """The number of a curve that a bar is about: the last or the best value, or see MEASURES."""
     values = tables.history(records, key)
     if which == "gain":
         return (values[-1] - values[0]) / tables.history(records, f"{key}_std")[0]
@@ -327,7 +320,6 @@ def before_and_after_of(words, name, variant):
 
 
 def summary():
-    """The table of README.md."""
     rows = []
     for script, (paper, task, name, variant, reference) in SUMMARY.items():
         lines = len((tables.ROOT / "algos" / script).read_text().splitlines())

@@ -178,7 +178,6 @@ def best_point(curve, metric, lower_is_better):
 
 
 def table_rows(groups, metric):
-    """A row for each run, and one for each group of several."""
     rows = []
     for number, group in enumerate(groups, 1):
         lasts = []
@@ -194,13 +193,10 @@ def table_rows(groups, metric):
             rows.append(row)
         if len(lasts) > 1:
             row = {"group": number, "run": f"mean ± std of {len(lasts)}"}
-            row |= {"last": mean_and_std(lasts), "best": mean_and_std(bests)}
+            for column, values in (("last", lasts), ("best", bests)):
+                row[column] = f"{fmean(values):.3g} ± {stdev(values):.2g}"
             rows.append(row | {"state": "", "seed": ""})
     return rows
-
-
-def mean_and_std(values):
-    return f"{fmean(values):.3g} ± {stdev(values):.2g}"
 
 
 def draw(groups, metric, texts, path):

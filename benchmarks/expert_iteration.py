@@ -49,8 +49,7 @@ def main(rounds, problems, seed, run_dir):
         times.append(time.time())
         model = part / "hf_model"
     env = json.loads((part / "env.json").read_text())
-    command = f"python benchmarks/expert_iteration.py --rounds {rounds} --problems {problems}"
-    env["command"] = f"{command} --seed {seed} --run-dir {run_dir}"
+    env["command"] = " ".join(["python", *sys.argv])
     (folder / "env.json").write_text(json.dumps(env, indent=2))
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (folder / "perf.jsonl").write_text("".join(f'{{"time": {moment}}}\n' for moment in times))

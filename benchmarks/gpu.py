@@ -422,17 +422,8 @@ def pretrained(args, folder):
 # ---- Command ---------------------------------------------------------------------------------------------------------
 
 # Seconds until a part ends at the latest. The first six are those of a command without flags.
-SECONDS = {
-    right: 45,
-    profile: 60,
-    token: 75,
-    update: 30,
-    peers: 200,
-    pretrained: 140,
-    traces: 900,
-    again: 900,
-    tasks: 900,
-}
+SECONDS = {right: 45, profile: 60, token: 75, update: 30, peers: 200, pretrained: 140}
+SECONDS |= {traces: 900, again: 900, tasks: 900}
 PARTS = {part.__name__: part for part in SECONDS}
 
 
@@ -445,7 +436,6 @@ def where():
 
 
 def measure(part, args):
-    """Runs a part, and appends its rows as they come."""
     from benchmarks.throughput.measurement import append
 
     torch.backends.cuda.enable_cudnn_sdp(False)  # as common/launch.py does

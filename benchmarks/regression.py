@@ -38,7 +38,6 @@ MOST_DIFFERENCE = 1e-6  # of first records in float64, relative: rounding, which
 
 
 def checkout(commit):
-    """The folder of a commit, checked out once."""
     revision = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "--verify", f"{commit}^{{commit}}"]
     name = subprocess.run(revision, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     folder = ROOT / "runs/regression" / name
@@ -49,7 +48,6 @@ def checkout(commit):
 
 
 def run_seed(folder, claim, variant, seed):
-    """Runs the commands of a seed in a checkout. Returns the directory of the variant's run."""
     run_dir = f"runs/curves/{claim}/{variant}-seed{seed}"
     finish(folder, needed(commands(claim, seed, variants=[]), run_dir))
     print(f"{folder.name}: seed {seed} is complete", flush=True)
@@ -57,7 +55,6 @@ def run_seed(folder, claim, variant, seed):
 
 
 def finish(folder, commands_in_order):
-    """Runs commands in a checkout, one after the other; what is finished there is not repeated."""
     for command in commands_in_order:
         subprocess.run(shlex.split(command), cwd=folder, stdout=subprocess.DEVNULL, check=True)
 
@@ -116,7 +113,6 @@ def store_first(claim, variant, folders, count):
 
 
 def summaries(run_dir, score):
-    """What is compared of a run: {name: number}."""
     values = history(read_jsonl(run_dir / "metrics.jsonl"), score)
     times = [record["time"] for record in read_jsonl(run_dir / "perf.jsonl")]
     return {

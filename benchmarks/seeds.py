@@ -39,7 +39,6 @@ def run_dirs_of(command):
 
 
 def default_seeds(claim):
-    """The seeds that run.sh has by itself."""
     [seeds] = re.findall(r"\$\{SEEDS:-([\d ]+)\}", (claim_path(claim) / "run.sh").read_text())
     return [int(seed) for seed in seeds.split()]
 

@@ -52,7 +52,6 @@ class Part:
 
 
 def take_apart(name):
-    """The Source of a file of the repository."""
     shared, text = without_shared_imports(name, (ROOT / name).read_text())
     body = ast.parse(text).body
     lines = text.splitlines(keepends=True)
@@ -157,7 +156,6 @@ class Collection:
         return self.sources[name]
 
     def keep(self, source, part):
-        """Keeps a part, and all that it reads."""
         if part in self.kept[source.name]:
             return
         self.kept[source.name].append(part)
@@ -167,7 +165,6 @@ class Collection:
             self.find(source, name)
 
     def find(self, source, name):
-        """Keeps what a name of a file stands for."""
         definitions = [part for part in source.parts if name in part.defined]
         if definitions:
             for part in definitions:

@@ -24,7 +24,6 @@ def lines_of(path):
 
 
 def code_lines_of(path):
-    """The lines of a Python file without docstrings, comments and blank lines."""
     found = set()
     with open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
@@ -56,7 +55,6 @@ def sizes():
 
 
 def in_one_file(script):
-    """The lines of a script with what it uses of common/."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, f"one_{script.name}")
         command = [sys.executable, ROOT / "benchmarks/single_file.py", script, target]

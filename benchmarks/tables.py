@@ -55,7 +55,6 @@ def claim_path(name):
 
 
 def stored_runs(name):
-    """Where the curves of a claim come from, a row a run."""
     return read_csv(claim_path(name) / "runs.csv")
 
 
@@ -97,7 +96,6 @@ def points(records, key, axis="step"):
 
 
 def history(records, key):
-    """The values of a metric in a curve, in their order."""
     return [value for _, value in points(records, key)]
 
 
@@ -188,7 +186,6 @@ def digest(data):
 
 
 def shows(file, data):
-    """Whether a figure was saved with this data."""
     return Image.open(file).text.get("data") == digest(data)
 
 

@@ -101,9 +101,9 @@ def test_sides_that_do_other_work_are_no_comparison(monkeypatch):
     rows = []
     for side, norm in (("fp32", "2.0"), ("tuned", "2.001"), ("same-flags", "2.1")):
         rows.append({"algorithm": "ddpo", "device": "AMD", "mode": side, "loss": "1.0", "grad_norm": norm})
-    monkeypatch.setattr(report, "stored", lambda: rows[:2])
+    monkeypatch.setattr(report, "read_csv", lambda path: rows[:2])
     assert report.same_work() == ["- ddpo: 5e-04"]
-    monkeypatch.setattr(report, "stored", lambda: rows)
+    monkeypatch.setattr(report, "read_csv", lambda path: rows)
     with pytest.raises(SystemExit, match="not the same work in ddpo"):
         report.same_work()
 

@@ -30,7 +30,6 @@ FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.csv"
 BY = "pytest"  # the default run
 PYTEST = "-B -m pytest -p no:xdist -p no:cacheprovider -o addopts= -x -q -rfE --tb=line".split()
-OUTCOMES = {0: "no", 1: "yes"}  # by the exit status of pytest
 
 
 def bugs():
@@ -86,13 +85,12 @@ def first_failure(script, text, tests, *options, launcher=()):
 
 
 def try_bug(bug):
-    """The row of results.csv."""
     status, test, seconds = first_failure(bug["script"], planted(bug), bug["tests"])
     return {
         "number": bug["number"],
         "script": bug["script"],
         "bug": bug["name"],
-        "caught": OUTCOMES.get(status, f"pytest ended with {status}"),
+        "caught": {0: "no", 1: "yes"}.get(status, f"pytest ended with {status}"),
         "by": BY,
         "test": test,
         "seconds": seconds,
@@ -126,7 +124,6 @@ def run(numbers, jobs):
 
 
 def table():
-    """The lines of README.md between its marks."""
     known = results()
     rows = [known[bug["number"]] for bug in bugs()]
     lines = []

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import tables
-from benchmarks.claims import CLAIMS
+from benchmarks.claims import CHAIN, CLAIMS, REVIEWS
 
 HERE = Path(__file__).resolve().parent
 
@@ -38,8 +38,6 @@ class Reference:
 
 ILLEGAL = "eval/illegal"
 AGREEMENT = "eval/agreement"
-CHAIN = "chain-randomwalks"
-REVIEWS = "smollm2-reviews"
 REFERENCES = {
     "sft": Reference("SFT on random walks", "sft-randomwalks", "default", "step", 0.25, ILLEGAL),
     "ppo": Reference("PPO on random walks", "ppo-randomwalks", "default", "step", 0.95, ILLEGAL),

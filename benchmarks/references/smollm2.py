@@ -104,7 +104,6 @@ def pair_accuracy(tokenizer, rows):
 
 
 def settings_of(flags, steps):
-    """Arguments of all trainers from the flags of our run."""
     beta1, beta2 = flags["adam_betas"]
     return {
         "use_cpu": True,

@@ -98,7 +98,6 @@ def metric(prompts, outputs, **columns):
 
 
 def draw_problem(level, number):
-    """The prompt of the keyed draw of this number."""
 
     def drawn(name, low, high):
         return low + keyed_hash("calculator", level, name, number) % (high - low)
@@ -122,7 +121,6 @@ def draw_problems(level, split):
 
 
 def prompts(level="one", split="train", count=5000):
-    """Different problems of a split."""
     different = dict.fromkeys(itertools.islice(draw_problems(level, split), 2 * count))  # a dict keeps the order
     return [{"prompt": prompt} for prompt in itertools.islice(different, count)]
 

@@ -26,5 +26,4 @@ def reward(prompts: list[str], outputs: list[str], **columns) -> list[float]:
 
 
 def metric(prompts: list[str], outputs: list[str], **columns) -> dict[str, list[float]]:
-    """The accuracy."""
     return {"accuracy": reward(prompts, outputs)}

@@ -158,7 +158,6 @@ def reviews(split: str = "train", copies: int = 1) -> list[dict]:
 
 @functools.cache
 def analyzer():
-    """VADER's sentiment analyzer."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     return SentimentIntensityAnalyzer()

@@ -133,7 +133,6 @@ def optimality(sample: str, graph_seed: int = 1000) -> float:
 def reward(
     samples: list[str], prompts: list[str], outputs: list[str], graph_seed: int = 1000, **columns
 ) -> list[float]:
-    """Optimality of each sample (prompt + output)."""
     return [optimality(sample, graph_seed) for sample in samples]
 
 
@@ -185,7 +184,6 @@ def best(graph_seed: int = 1000) -> list[dict]:
 
 
 def rewarded(graph_seed: int = 1000) -> list[dict]:
-    """The 1000 walks with their optimality, for offline RL."""
     rows = []
     for walk in graph(graph_seed).walks:
         rows.append({"prompt": walk[0], "completion": walk[1:], "reward": optimality(walk, graph_seed)})

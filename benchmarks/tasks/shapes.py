@@ -175,7 +175,6 @@ def prompts() -> list[dict]:
 
 
 def eval_prompts(samples: int = 8) -> list[dict]:
-    """Each caption `samples` times."""
     rows = []
     for row in prompts():
         rows += [dict(row) for _ in range(samples)]

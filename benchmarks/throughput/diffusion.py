@@ -32,7 +32,6 @@ MICRO = int(os.environ.get("MICRO", 4))  # pairs of a forward pass, of TRL those
 
 
 def rows():
-    """As many prompts as an epoch has images."""
     return [{"prompt": shapes.CAPTIONS[i % len(shapes.CAPTIONS)]} for i in range(IMAGES)]
 
 

@@ -105,7 +105,6 @@ def measure(precision):
 
 
 def table():
-    """The table of the page."""
     lines = []
     for row in sorted(read_csv(RESULTS), key=itemgetter("precision", "new"), reverse=True):
         line = {"precision": row["precision"], "prompt + new tokens": f"{row['prompt']} + {row['new']}"}

@@ -209,7 +209,6 @@ def pair_ids():
 
 
 def pair_rows():
-    """The pairs as texts of whole words."""
     rows = []
     for prompt, *responses in pair_ids():
         chosen, rejected = (f" {text(response[:-1])}" for response in responses)

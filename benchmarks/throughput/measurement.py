@@ -104,7 +104,6 @@ def gemm_peak(dtype):
 
 
 def append(results, row):
-    """Appends a row to a CSV file, with a head where it is new."""
     with open(results, "a", newline="") as file:
         writer = csv.DictWriter(file, list(row), lineterminator="\n")
         if not file.tell():

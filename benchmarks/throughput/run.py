@@ -93,7 +93,6 @@ def start(command, environment):
 
 
 def measure_all(algorithm, chosen, repeats, results, dry, gpu):
-    """Starts a process for each run that is not stored."""
     code = commit()
     environment = {"OMP_NUM_THREADS": "2", "COMMIT": code}
     if gpu:

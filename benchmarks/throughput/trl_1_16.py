@@ -173,7 +173,6 @@ def with_positions(model, args, inputs):
 
 
 def rewards(completion_ids, place, **_):
-    """The reward of the benchmark, by TRL's names."""
     return language.mean_id(completion_ids, place)
 
 

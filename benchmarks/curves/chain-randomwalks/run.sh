@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The chain of RLHF on random walks: sft -> reward -> ppo with the learned reward, and sft -> dpo; reward and dpo from
-# the base model, too.
+# The chain of RLHF on random walks: sft -> reward -> ppo, and sft -> dpo; reward and dpo from the base model, too.
 . "$(dirname "$0")/../common.sh"
 settings=benchmarks/tasks/randomwalks
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Three ways to a model that can add: GRPO, whose model is then the teacher of the same base model: by its
-# log-probabilities of what the student writes, or by texts that it writes itself.
+# GRPO, whose model is then a teacher: by its log-probabilities of what the student writes, or by its own texts.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks/arithmetic
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do

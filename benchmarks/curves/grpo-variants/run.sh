@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Variants of GRPO by the flags in the first lines of algos/grpo.py, and PPO, on two tasks with equal episodes. An
-# iteration has one optimizer step or four; evaluations are equally far apart.
+# Variants of GRPO, and PPO, on two tasks with equal episodes; one optimizer step an iteration, or four.
 . "$(dirname "$0")/../common.sh"
 tasks=benchmarks/tasks
 one() { train "$task-$1" grpo --config "$tasks/$folder/grpo.yaml" --eval-every "$every" "${@:2}"; }  # variant, flags

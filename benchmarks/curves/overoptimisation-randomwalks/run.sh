@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Over-optimisation on random walks: reward models from 100, 300 and all 2744 pairs, 25 epochs of them and at least
-# 400 steps, and PPO against each with several KL coefficients.
+# Reward models from 100, 300 and all 2744 pairs, and PPO against each with several KL coefficients.
 . "$(dirname "$0")/../common.sh"
 task=benchmarks/tasks/randomwalks.py
 settings=benchmarks/tasks/randomwalks

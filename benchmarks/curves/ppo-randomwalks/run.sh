@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# PPO on random walks; two of six layers, LoRA; a strong KL penalty, LoRA without the output layer, and a critic with a
-# trunk of its own.
+# PPO on random walks; two of six layers, LoRA with and without the output layer, a strong KL penalty, its own critic.
 . "$(dirname "$0")/../common.sh"
 for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
     train default ppo --eval-every 20

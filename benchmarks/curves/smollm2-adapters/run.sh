@@ -4,19 +4,15 @@
 settings=benchmarks/tasks/pretrained
 slim=1
 short="--total-episodes 320 --eval-every 5"
+sft() { train "sft-$1" sft --config $settings/sft_reviews.yaml --metric None --eval-prompts None "${@:2}"; }
+grpo() { train "grpo-$1" grpo --config $settings/grpo_sums.yaml $short "${@:2}"; }
 for seed in ${SEEDS:-1}; do
-    for lr in 1e-5 3e-5 1e-4; do
-        train "sft-full-$lr" sft --config $settings/sft_reviews.yaml --metric None --eval-prompts None --lr "$lr"
-    done
+    for lr in 1e-5 3e-5 1e-4; do sft "full-$lr" --lr "$lr"; done
     for adapters in 16-1e-4 16-3e-4 16-1e-3 16-3e-3 4-1e-3 64-1e-3; do
-        train "sft-r$adapters" sft --config $settings/sft_reviews.yaml --metric None --eval-prompts None \
-            --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
+        sft "r$adapters" --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
     done
-    for lr in 1e-6 3e-6 1e-5; do
-        train "grpo-full-$lr" grpo --config $settings/grpo_sums.yaml $short --lr "$lr"
-    done
+    for lr in 1e-6 3e-6 1e-5; do grpo "full-$lr" --lr "$lr"; done
     for adapters in 16-1e-4 16-3e-4 16-1e-3 4-3e-4 64-3e-4; do
-        train "grpo-r$adapters" grpo --config $settings/grpo_sums.yaml $short \
-            --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
+        grpo "r$adapters" --lora-r "${adapters%%-*}" --lr "${adapters#*-}"
     done
 done

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Critics of PPO on a pretrained model: a head on the policy, and a model of its own; beside GRPO, which goes on for half
-# as many episodes again.
+# Critics of PPO on a pretrained model: a head on the policy, and a model of its own; beside GRPO.
 . "$(dirname "$0")/../common.sh"
 settings=benchmarks/tasks/pretrained
 same="--mixed-precision no --num-layers-unfrozen 10 --batch-size 16"

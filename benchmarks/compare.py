@@ -71,8 +71,7 @@ def read_run(folder):
     try:
         env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
         records = read_records(folder / "metrics.jsonl")
-        last_step = records[-1]["step"] if records else None
-        state = state_of(folder, last_step, env.get("total_steps"))
+        state = state_of(folder, records[-1]["step"] if records else None, env.get("total_steps"))
         headline = newest_headline(folder)
         return Run(folder, env["algo"], dict(env["flags"]), dict(env["files"]), headline, state, records)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -107,10 +106,8 @@ def is_locked(path):
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -131,13 +128,13 @@ def choose_metric(runs, metric):
             raise SystemExit(f"error: no run has --metric {metric}; there are {', '.join(names)}")
         return metric
     shared = [name for name in names if all(run.curve(name) for run in started)]
-    headlines = [run.headline for run in started]
-    for headline in headlines:
-        if headline in shared:
-            return headline
+    for run in started:
+        if run.headline in shared:
+            return run.headline
+    headlines = ", ".join(sorted({str(run.headline) for run in started}))
     raise SystemExit(
-        f"error: the runs begin with different metrics ({', '.join(sorted(set(map(str, headlines))))}): choose one "
-        f"with --metric; they share {', '.join(shared) or 'none'}"
+        f"error: the runs begin with different metrics ({headlines}): choose one with --metric; they share "
+        f"{', '.join(shared) or 'none'}"
     )
 
 

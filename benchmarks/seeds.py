@@ -76,8 +76,8 @@ def main():
     finished = []
     for seed in seeds:
         for command in commands(claim, seed, arguments.variants):
-            finished += [run_dir for run_dir in run_dirs_of(command) if f"/{claim}/" in run_dir]
-    collect(claim, [ROOT / run_dir for run_dir in finished])
+            finished += [ROOT / run_dir for run_dir in run_dirs_of(command) if f"/{claim}/" in run_dir]
+    collect(claim, finished)
     write()
     print("\n".join(verify_claim(claim)) or f"{claim} holds")
 

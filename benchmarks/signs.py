@@ -40,10 +40,9 @@ def first_iteration(variant, seed, micro_batch_size, folder):
     words = re.sub(r" --(eval-every|micro-batch-size|run-dir|resume) \S+", "", line).split()
     settings = yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())
     episodes = settings.get("rollout_batch_size", 512)
-    flags = {"total-episodes": episodes, "micro-batch-size": micro_batch_size, "eval-every": 0}
+    flags = {"run-dir": folder, "total-episodes": episodes, "micro-batch-size": micro_batch_size, "eval-every": 0}
     if "grpo.py" in words[1]:
         flags["kl-coef"] = 1e-9
-    words += ["--run-dir", str(folder)]
     for flag, value in flags.items():
         words += [f"--{flag}", str(value)]
     return words

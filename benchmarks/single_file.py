@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_NAMES = {"__file__", "__name__"}  # of every file
 HEADER = """# {script} with what it uses of common/, in one file. Made by
 #     {command}
 # from plainrl, commit {commit}. License: at the end of this file.
@@ -52,7 +51,7 @@ class Part:
 
 
 def take_apart(name):
-    shared, text = without_shared_imports(name, (ROOT / name).read_text())
+    shared, text = without_shared_imports((ROOT / name).read_text())
     body = ast.parse(text).body
     lines = text.splitlines(keepends=True)
     source = Source(name, shared=shared)
@@ -70,7 +69,7 @@ def take_apart(name):
     return source
 
 
-def without_shared_imports(name, text):
+def without_shared_imports(text):
     """({name: file of common/}, the text without its imports from there, which may stand within functions)."""
     shared = {}
     modules = {}
@@ -86,16 +85,10 @@ def without_shared_imports(name, text):
         for alias in node.names:
             if (ROOT / f"{folder}/{alias.name}.py").exists():
                 modules[alias.asname or alias.name] = f"{folder}/{alias.name}.py"
-            elif alias.asname not in (None, alias.name):
-                raise SystemExit(f"error: {name} imports {alias.name} as {alias.asname}: it needs one name")
             else:
                 shared[alias.name] = f"{folder}.py"
-    variables = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    variables |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):  # checkpoint.export becomes export
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            if node.attr in variables:
-                raise SystemExit(f"error: {name} has a variable {node.attr} and reads {ast.unparse(node)}. Rename one")
             begin = starts[node.lineno - 1] + node.col_offset
             edits.append((begin, begin + len(f"{node.value.id}.")))
             shared[node.attr] = modules[node.value.id]
@@ -178,8 +171,6 @@ class Collection:
             self.imports |= statements
         elif hasattr(builtins, name):
             self.mean(name, "the name of Python")
-        elif name not in OWN_NAMES:
-            raise SystemExit(f"error: {source.name} reads {name}, which it does not define")
 
     def mean(self, name, meaning):
         first = self.meanings.setdefault(name, meaning)

@@ -162,8 +162,7 @@ def problems():
     for bug in bugs():
         where = f"planted bug {bug['number']} ({bug['name']})"
         try:
-            if planted(bug) == (ROOT / bug["script"]).read_text():
-                found.append(f"{where} changes nothing")
+            planted(bug)
         except (ValueError, OSError, SyntaxError) as error:
             found.append(f"planted bug: {error}")
         found += [f"{where}: there is no {test}" for test in bug["tests"] if test.partition("[")[0] not in tests]

@@ -25,7 +25,6 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
-from common.launch import peak_memory_mb
 from common.lm.sampling import sample, uniforms
 from common.lm.tokens import decode
 from common.rows import load_rows
@@ -56,7 +55,6 @@ class Evaluations(TrainerCallback):
 
     def write(self, step, model):
         record = {"step": step, "episode": step * self.episodes, "seconds": self.seconds}
-        record["peak_memory_mb"] = peak_memory_mb(torch.device("cpu"))
         model.eval()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             record |= self.measure(model)

@@ -3,9 +3,8 @@
     vllm_env/bin/python benchmarks/throughput/engine.py float32      # environment: tests/make_vllm_env.sh
     vllm_env/bin/python benchmarks/throughput/engine.py bfloat16
 
-Both have one thread, the same weights, prompts (each row has another one) and numbers of new tokens; end tokens end
-nothing. CPU seconds are those of the process, so that other work on the machine hardly matters. Rows go to engine.csv.
-In bfloat16 the engine has bfloat16 weights, and ours float32 weights under autocast, as with `--mixed-precision bf16`.
+CPU seconds are those of the process, so that other work on the machine hardly matters. Rows go to engine.csv, and
+README.md says what is equal.
 """
 
 import argparse

@@ -103,10 +103,6 @@ def measured(records, key, which, score):
 # ---- The results of a claim -----------------------------------------------------------------------------------------
 
 
-def table(name):
-    return tables.markdown([table_row(name, variant, runs) for variant, runs in tables.shown(name).items()])
-
-
 def table_row(name, variant, runs):
     """{heading: cell} of a variant. runs: {seed: records}."""
     claim = CLAIMS[name]
@@ -157,13 +153,14 @@ def results(name):
         bars = ["`python benchmarks/check.py` fails if these curves do not have:", "", *bars, ""]
     score = "The scores" if claim.scores else f"`{claim.score}`"
     average = "the mean over seeds" if max(map(len, variants.values())) > 1 else "one seed"
-    explained = tables.explained([len(seeds) for seeds in tables.shown(name).values()])
+    shown = tables.shown(name)
+    explained = tables.explained([len(runs) for runs in shown.values()])
     differences = [*paired.table(name), ""] if claim.pairs else []
     return [
         *differences,
         f"{score}: {average}.{explained} Seconds are wall-clock, without the start-up.",
         "",
-        *table(name),
+        *tables.markdown([table_row(name, variant, runs) for variant, runs in shown.items()]),
         "",
         *bars,
         f"Measured on {devices}. [runs.csv](runs.csv) has the commits, [same.csv](../same.csv) compares a later one.",
@@ -174,11 +171,10 @@ def results(name):
 
 def before_and_after(name):
     """Lines with samples for held-out prompts at the start and at the end of a run, for claims that keep them."""
-    file = tables.claim_path(name) / "samples.csv"
     if not CLAIMS[name].samples:
         return []
     rows = []
-    for row in tables.read_csv(file):
+    for row in tables.read_csv(tables.claim_path(name) / "samples.csv"):
         rows.append({heading: cell.replace("|", "\\|") for heading, cell in row.items()})
     first = "Samples of seed 1, for the first held-out prompts, before and after:"
     return ["", first, "", *tables.markdown(rows)]
@@ -192,11 +188,11 @@ def rounding(name):
     for variant, key, which, *_ in CLAIMS[name].bars:
         score = CLAIMS[name].score_of(variant)
         twins = runs.get(variant + TWIN, {})
-        ends = [measured(runs[variant][seed], key, which, score) for seed in twins]
-        others = [measured(twin, key, which, score) for twin in twins.values()]
+        ends = {seed: measured(runs[variant][seed], key, which, score) for seed in twins}
+        squares = [(measured(twins[seed], key, which, score) - end) ** 2 for seed, end in ends.items()]
         if twins:
-            spread = math.sqrt(mean((end - other) ** 2 for end, other in zip(ends, others, strict=True)) / 2)
-            spreads = f"{spread:.4f} and {stdev(ends):.4f}, {len(twins)} seeds"
+            spread = math.sqrt(mean(squares) / 2)
+            spreads = f"{spread:.4f} and {stdev(ends.values()):.4f}, {len(twins)} seeds"
             lines[variant, key, which] = f"- `{variant}`: {MEASURES.get(which, which)} `{key}`, {spreads}"
     twins = [run for run in tables.stored_runs(name) if run["variant"].endswith(TWIN)]
     where = "; ".join(sorted({run["device"] for run in twins}))

@@ -437,7 +437,7 @@ def verify():
 def verify_claim(name):
     """What is off in the folder of a claim, as sentences."""
     problems = []
-    seeds_of = {}
+    seeds_of = {variant: set() for variant in tables.curves(name)}
     for run in tables.stored_runs(name):
         seeds_of.setdefault(run["variant"], set()).add(int(run["seed"]))
     if seeds_of != {variant: set(runs) for variant, runs in tables.curves(name).items()}:

@@ -62,10 +62,24 @@ def in_one_file(script):
         return lines_of(target)
 
 
+def taken(script):
+    """(names, files) that a script imports from common/, as two sets."""
+    names = set()
+    files = set()
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "common":
+            names |= {alias.name for alias in node.names}
+            files.add(node.module)
+    return names, files
+
+
 if __name__ == "__main__":
     common = {str(path.relative_to(ROOT)): lines_of(path) for path in files_of("common", ".py")}
     for counts in (sizes(), common):
-        rows = [
-            {"what": name, "lines": f"{count:,}"} for name, count in counts.items() if count
-        ]  # no empty __init__.py
-        print("\n".join([*markdown(rows), ""]))
+        print("\n".join(markdown([{"what": name, "lines": f"{count:,}"} for name, count in counts.items()])), "\n")
+    rows = []
+    for script in (ROOT / "algos" / name for name in SUMMARY):
+        names, files = taken(script)
+        row = {"script": script.stem, "lines": f"{lines_of(script):,}", "in one file": f"{in_one_file(script):,}"}
+        rows.append(row | {"names from common": str(len(names)), "from files": str(len(files))})
+    print("\n".join(markdown(rows)))

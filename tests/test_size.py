@@ -8,8 +8,8 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4997,
     "ppo.py in one file": 4521,
-    "tests/": 15737,
-    "benchmarks/, with .sh": 7217,  # in exchange for 267 lines of tests
+    "tests/": 15733,
+    "benchmarks/, with .sh": 7008,
 }
 
 

@@ -233,7 +233,8 @@ def draw_problems(level: str, split: str) -> Iterator[str]:
         raise ValueError(f"level={level!r}, split={split!r}: must be {' or '.join(LEVELS)}, and train or test")
     for number in itertools.count():
         prompt, problem = draw_problem(level, number)
-        if (keyed_hash("held out", *problem) % 10 == 0) == (split == "test"):
+        held_out = keyed_hash("held out", *problem) % 10 == 0
+        if held_out == (split == "test"):
             yield prompt
 
 

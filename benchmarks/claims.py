@@ -1,5 +1,6 @@
 """What the folders under benchmarks/curves claim: scores, bars, words. check.py holds them to the stored curves."""
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -60,9 +61,9 @@ def detail_pairs():
 def stale_pairs():
     """Variants of grpo-stale -> the one that each is compared with: of an age and a correction, that without one."""
     pairs = {}
-    for age in (1, 4, 16):
-        pairs[f"age-{age}-none"] = "on-policy"
-        pairs |= {f"age-{age}-{name}": f"age-{age}-none" for name in CORRECTIONS}
+    for task, age in itertools.product(("", "countdown-"), (1, 4, 16)):
+        pairs[f"{task}age-{age}-none"] = f"{task}on-policy"
+        pairs |= {f"{task}age-{age}-{name}": f"{task}age-{age}-none" for name in CORRECTIONS}
     pairs |= dict.fromkeys(["bfloat16", "float16", "int8", "forgotten"], "on-policy")
     return pairs | {"int8-truncate": "int8", "forgotten-truncate": "forgotten"}
 
@@ -313,13 +314,16 @@ CLAIMS = {
         title="GRPO from a sampler that is not the policy: old weights, rounded weights, weights never handed over",
         score="eval/accuracy",
         bars=[
-            ("on-policy", "eval/accuracy", "last", ">=", 0.94, 3),
-            ("age-1-none", "eval/accuracy", "last", "<=", 0.9, 2),
-            ("age-1-truncate", "eval/accuracy", "last", ">=", 0.93, 2),
-            ("age-16-none", "eval/accuracy", "last", "<=", 0.1, 2),
-            ("age-16-sequence-mask", "eval/accuracy", "last", ">=", 0.88, 2),
-            ("forgotten", "mismatch/kl", "last", ">=", 1.0, 2),
-            ("age-16-none", "mismatch/kl", "last", "<=", 0.5, 2),
+            ("on-policy", "eval/accuracy", "last", ">=", 0.94, 10),
+            ("age-1-none", "eval/accuracy", "last", "<=", 0.9, 10),
+            ("age-1-truncate", "eval/accuracy", "last", ">=", 0.92, 10),
+            ("age-16-none", "eval/accuracy", "last", "<=", 0.1, 10),
+            ("age-16-sequence-mask", "eval/accuracy", "last", ">=", 0.9, 10),
+            ("forgotten", "mismatch/kl", "last", ">=", 1.5, 10),
+            ("age-16-none", "mismatch/kl", "last", "<=", 0.6, 10),
+            ("countdown-on-policy", "eval/accuracy", "last", ">=", 0.5, 10),
+            ("countdown-age-16-none", "eval/accuracy", "last", "<=", 0.4, 10),
+            ("countdown-age-16-sequence-mask", "eval/accuracy", "last", ">=", 0.48, 10),
         ],
         table={"mismatch/kl": "KL", "mismatch/ess": "effective samples", "mismatch/limited": "above the limit"},
         pairs=stale_pairs(),

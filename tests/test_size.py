@@ -9,7 +9,7 @@ LIMITS = {
     "algos/": 4997,
     "ppo.py in one file": 4521,
     "tests/": 15733,
-    "benchmarks/, with .sh": 7008,
+    "benchmarks/, with .sh": 7017,
 }
 
 

@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
-# GRPO on sums from a sampler that is not the policy: older weights, rounded weights, weights never handed over. All
-# corrections; equal episodes and seeds.
+# GRPO from a sampler that is not the policy, on sums and on the countdown: older weights with all corrections; on sums
+# also rounded weights and weights never handed over. Equal episodes and seeds.
 . "$(dirname "$0")/../common.sh"
 sampler=benchmarks/tasks/stale.py:episode
-one() {  # variant, options of the sampler, correction
-    train "$1" grpo --total-episodes 20480 --eval-every 5 --save-every 0 --rollout "$sampler:$2" --correction "$3"
+one() {  # variant, options of the sampler, correction, other flags
+    train "$1" grpo "${@:4}" --save-every 0 --rollout "$sampler:$2" --correction "$3"
 }
-for seed in ${SEEDS:-1 2 3}; do
-    one on-policy age=0 none
+ages() {  # beginning of the variants' names, flags
+    one "$1on-policy" age=0 none "${@:2}"
     for age in 1 4 16; do
         for correction in none truncate mask sequence-mask decoupled; do
-            one "age-$age-$correction" "age=$age" "$correction"
+            one "$1age-$age-$correction" "age=$age" "$correction" "${@:2}"
         done
     done
-    one bfloat16 precision=bfloat16 none
-    one float16 precision=float16 none
-    one int8 precision=int8 none
-    one int8-truncate precision=int8 truncate
-    one forgotten handed=false none
-    one forgotten-truncate handed=false truncate
+}
+sums="--total-episodes 20480 --eval-every 5"
+for seed in ${SEEDS:-1 2 3 4 5 6 7 8 9 10}; do
+    ages "" $sums
+    one bfloat16 precision=bfloat16 none $sums
+    one float16 precision=float16 none $sums
+    one int8 precision=int8 none $sums
+    one int8-truncate precision=int8 truncate $sums
+    one forgotten handed=false none $sums
+    one forgotten-truncate handed=false truncate $sums
+    ages countdown- --config benchmarks/tasks/arithmetic/grpo_countdown.yaml --eval-every 10
 done

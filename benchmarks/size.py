@@ -1,7 +1,8 @@
 """Counts the lines of the repository, as tables in Markdown: `python benchmarks/size.py`
 
 Lines are all lines of a file, with docstrings and blank ones; "code" is those without docstrings, comments and blank
-ones. "In one file" is what benchmarks/single_file.py writes. tests/test_size.py holds the first table to its limits.
+ones. "In one file" is what benchmarks/single_file.py writes. "Names" are those that a script imports from files of
+common/. tests/test_size.py holds the first table to its limits.
 """
 
 import ast

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
+from statistics import stdev
 
 import pytest
 from harness import ROOT
 from helpers import write
 
-from benchmarks import check, regression, seeds, signs, tables
+from benchmarks import check, paired, regression, seeds, signs, tables
 from benchmarks.claims import CLAIMS, TWIN
 
 
@@ -20,6 +22,23 @@ def test_numbers_that_no_stored_claim_has():
     curve = [{"step": step, "score": score, "reward": reward} for step, score, reward in points]
     assert check.measured(curve, "reward", "rise", "score") == 3.0
     assert check.measured(curve, "reward", "late", "score") == (2.0 + 5.0) / 2
+
+
+def test_rounding_is_the_spread_of_a_run_and_its_twin(monkeypatch):
+    """Ends that differ by 0.03 and 0.04: squares of 0.0025 in all, over two pairs and two runs a pair. The seeds
+    themselves lie 0.1 apart."""
+
+    def runs(**ends):
+        return {int(seed[1:]): [{"eval/optimality": end, "eval/illegal": 0.0}] for seed, end in ends.items()}
+
+    found = {"default": runs(s1=0.3, s2=0.4, s3=0.9), "default" + TWIN: runs(s1=0.33, s2=0.36)}
+    monkeypatch.setattr(tables, "curves", lambda name: found)
+    lines = check.rounding("sft-randomwalks")
+    assert lines[3] == "- `default`: last `eval/optimality`, 0.0250 and 0.0707, 2 seeds"
+    assert lines[4] == "- `default`: last `eval/illegal`, 0.0000 and 0.0000, 2 seeds" and len(lines) == 5
+    assert list(tables.shown("sft-randomwalks")) == ["default"]
+    del found["default" + TWIN]
+    assert check.rounding("sft-randomwalks") == []
 
 
 def test_run_sh_names_every_stored_run():
@@ -90,6 +109,40 @@ def test_signs_take_the_first_iteration_of_a_pitfall():
     assert " ".join(words[2:]) == f"--seed 3 --threads 1 {settings} --run-dir runs/x {flags}"
 
 
+def test_signs_by_hand(tmp_path, monkeypatch):
+    """Gaps of 1 and 3, whose mean has a standard error of 1; the gradient grows by a half."""
+    rows = ["a,1,16,3,2,4", "a,2,16,4,1,9", "a,1,32,8,3,6"]
+    heads = "variant,seed,micro_batch_size,nll,entropy,grad_norm"
+    (tmp_path / "signs.csv").write_text("\n".join([heads, *rows]))
+    monkeypatch.setattr(tables, "claim_path", lambda name: tmp_path)
+    assert check.signs()[-1] == "| `a` | 2.0000 | +2.0000 ± 1.0000 | 5e-01 |"
+
+
+def test_variants_are_compared_seed_by_seed(monkeypatch):
+    """At the end 1, 2 and 3 more than the others of the same seeds, on average 0, 0.5 and 1. A fourth has no other."""
+    name, variant, base = "grpo-sums", "ours", "theirs"
+    monkeypatch.setattr(CLAIMS[name], "pairs", {variant: base})
+    ends = {base: [10, 30, 20], variant: [11, 32, 23, 50]}
+    found = {}
+    runs = []
+    for who, values in ends.items():
+        found[who] = {}
+        for seed, end in enumerate(values, 1):
+            first = 1 if who == base else 0
+            found[who][seed] = [{"step": 0, "eval/accuracy": first}, {"step": 5, "eval/accuracy": end}]
+            runs.append({"variant": who, "seed": str(seed), "tokens": "0.5", "seconds": str(end)})
+    monkeypatch.setattr(tables, "curves", lambda name: found)
+    monkeypatch.setattr(tables, "stored_runs", lambda name: runs)
+    values = paired.measures(name)
+    assert paired.differences(values["level"], variant, base) == [1, 2, 3]
+    assert paired.differences(values["area"], variant, base) == [0, 0.5, 1]
+    close, independent = paired.spreads(values["level"], variant, base)
+    assert close == pytest.approx(1) and independent == pytest.approx(math.hypot(10, stdev([11, 32, 23])))
+    row = paired.table(name)[-3]
+    assert row.startswith(f"| `{variant}` | `{base}` | +2.000 ± 2.484 | +0.500 ± 1.242 | +0.000 ± 0.000 | +2.0 ± 2.5 |")
+    assert row.endswith(f"| 1.0000, {independent:.4f} | 0.5000, {independent / 2:.4f} |")
+
+
 def test_a_steady_loss_is_seen_and_noise_is_not(tmp_path):
     """Seeds differ by 0.3 among themselves, the commits by 0.02 in each seed."""
     starts = [0.5, 0.6, 0.7, 0.8]
@@ -123,7 +176,8 @@ first = '{"step": 0, "loss": 0.5}\\n' if start.name == "none" else (start / "met
 
 
 def test_the_first_steps_of_two_commits(tmp_path, monkeypatch):
-    """Both start from what the newer one has made, in float64. A run that is too short is an error."""
+    """Both start from what the newer one has made, in float64, and each plants the bug of a variant in itself. A run
+    that is too short is an error."""
     folders = [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
         (folder / "planted").mkdir(parents=True)

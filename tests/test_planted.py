@@ -4,6 +4,7 @@ The planted bugs: each stands once in its script, and the table is that of the r
 wrong with them.
 """
 
+import mutants
 import pytest
 
 from benchmarks.planted import planted
@@ -50,3 +51,9 @@ def test_problems_and_older_code_are_told(tmp_path, monkeypatch):
     assert "planted bug 1" in first and "has no result" in first
     assert "planted bug 2" in second and "caught by no test" in second
     assert "planted bug 3" in third and "which is no more" in third
+
+
+def test_mutants_of_a_file_with_few_places(tmp_path):
+    (tmp_path / "x.py").write_text("x = 1 + 2\n")
+    found = [changed for *_, changed in mutants.mutants(tmp_path / "x.py")]
+    assert sorted(found) == ["x = (1 - 2)\n", "x = (2) + 2\n", "x = 1 + (3)\n"]

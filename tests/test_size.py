@@ -8,8 +8,8 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4997,
     "ppo.py in one file": 4521,
-    "tests/": 15733,
-    "benchmarks/, with .sh": 7017,
+    "tests/": 15794,
+    "benchmarks/, with .sh": 7018,
 }
 
 

@@ -342,10 +342,11 @@ def given_ids(seed, stream, iteration, places, width):
     return table
 
 
-def draw_given(logits, ids, temperature, *filters):
-    """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms."""
+def draw_given(logits, ids, temperature, *filters, draw=sampling.draw):
+    """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms. It stands
+    in its place while grpo is measured."""
     logits[torch.arange(len(ids), device=ids.device), ids.long()] = CERTAIN
-    return sampling.draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
+    return draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
 
 
 def measure_grpo(script, model, flags):
@@ -361,7 +362,7 @@ def measure_grpo(script, model, flags):
         "lr": LR,
         "seed": SEED,
     }
-    with patch.object(sampling, "uniforms", given_ids), patch.object(sampling, "draw", draw_given):
+    with patch.object(script, "uniforms", given_ids), patch.object(sampling, "draw", draw_given):
         steps = short_run(script, model=model, dataset=group_rows(), reward=mean_id, **settings, **flags)
     seconds = column(steps, "perf/seconds_rollout", "perf/seconds_update")
     return figures(grpo_flops(), seconds, 1, column(steps, "loss/total"), column(steps, "optim/grad_norm"))

@@ -3,13 +3,13 @@
     python tests/mutants.py --jobs 2     # plants each mutant in a copy, and runs the tests up to the first failure
 
 A fixed sample: PER_FILE of every file of algos/ and common/, or all it has, drawn by its name. After --limit seconds
-the mutant counts as not killed. mutants.csv keeps what was found; the same command goes on. Its column `tests` is of an
-older tool.
+the mutant counts as not killed. mutants.csv keeps what was found; the same command goes on.
 """
 
 import argparse
 import ast
 import copy
+import os
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.planted.planted import first_failure, stored_tests
 from benchmarks.tables import ROOT, read_csv, write_csv
 
-PER_FILE = 7
-COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds", "tests"]
+PER_FILE = 4
+COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds"]
 FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/**/*.py") if p.stat().st_size)
 RESULTS = ROOT / "tests/mutants.csv"
 SWAPS = {
@@ -88,46 +88,44 @@ def mutants(path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """As a plugin of the tests of a mutant: those of the files that take longest come last."""
+    """As a plugin of the tests of a mutant: first those of files that name its module, last those that take longest."""
     from conftest import FIRST
 
-    items.sort(key=lambda item: item.path.stem in FIRST)
+    module = os.environ["MUTANT"]
+    naming = {path: module in path.read_text() for path in {item.path for item in items}}
+    items.sort(key=lambda item: (item.path.stem in FIRST, module not in item.path.stem, not naming[item.path]))
 
 
 def try_mutant(path, mutant, limit):
     """Its row of mutants.csv."""
     line, before, after, changed = mutant
     name = str(path.relative_to(ROOT))
-    launcher = ["env", "PYTHONPATH=tests", "timeout", str(limit)]
+    launcher = ["env", "PYTHONPATH=tests", f"MUTANT={path.stem}", "timeout", str(limit)]
     status, test, seconds = first_failure(name, changed, ["tests"], "-p", "mutants", launcher=launcher)
     killed = {0: "no", 124: "no, in the time"}.get(status, "yes")
-    if killed != "yes":
-        test = ""
-    return dict(zip(COLUMNS, [name, line, before, after, killed, test, seconds, ""], strict=True))
+    values = [name, line, before, after, killed, test if killed == "yes" else "", seconds]
+    return dict(zip(COLUMNS, values, strict=True))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=1200, help="seconds of tests for a mutant")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of tests for a mutant")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     args = parser.parse_args()
     sample = {}  # key: the mutant
     for path in FILES:
         for mutant in mutants(path):
             sample[str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]] = path, mutant
-    rows = read_csv(RESULTS) if RESULTS.exists() else []
-    known = {tuple(row[name] for name in COLUMNS[:4]): row for row in rows}
+    known = {tuple(row[name] for name in COLUMNS[:4]): row for row in read_csv(RESULTS)}
     tests = stored_tests()
     kept = [key for key in sample if key in known and known[key]["test"].partition("[")[0] in tests | {""}]
     known = {key: known[key] for key in kept}
     waiting = [key for key in sample if key not in known]
     print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
 
-    def tried(key):
-        return try_mutant(*sample[key], args.limit)
-
     with ThreadPoolExecutor(args.jobs) as pool:
-        for key, row in zip(waiting, pool.map(tried, waiting), strict=True):
+        found = pool.map(lambda key: try_mutant(*sample[key], args.limit), waiting)
+        for key, row in zip(waiting, found, strict=True):
             known[key] = row
             write_csv(RESULTS, [known[key] for key in sample if key in known])
             print(*row.values(), sep=" | ", flush=True)

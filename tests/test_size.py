@@ -18,13 +18,3 @@ def test_sizes():
     assert found.keys() == LIMITS.keys()
     above = {name: f"{found[name]} lines, at most {limit}" for name, limit in LIMITS.items() if found[name] > limit}
     assert not above, "see CONTRIBUTING.md, Size"
-
-
-def test_what_is_counted(tmp_path):
-    """Of code neither comments, docstrings nor blank lines."""
-    script = tmp_path / "x.py"
-    script.write_text(
-        '"""Of a file."""\nimport math\n\nfrom common.a import one, two  # why\n\n\n# a comment\ndef f():\n'
-        '    """Of a\n    function."""\n    from common.lm.b import three\n    return """\n\n"""\n'
-    )
-    assert (size.lines_of(script), size.code_lines_of(script)) == (14, 7)

@@ -1,6 +1,7 @@
 """The benchmarks of speed, without measuring: `python -m pytest tests/test_throughput.py`"""
 
 import csv
+import importlib
 import shutil
 import subprocess
 import sys
@@ -68,9 +69,19 @@ def test_a_run_with_steal_leaves_no_row(ticks, tmp_path):
     assert (row["steal"], row["fraction"], row["seconds"], row["loss"]) == ("0.0300", "0.2500", "2.5000", "3")
 
 
-def test_every_side_has_a_file():
-    for algorithm in run.SIDES:
-        assert all((FOLDER / f"{run.file_of(algorithm, side)}.py").exists() for side in run.sides_of(algorithm))
+@pytest.mark.parametrize("algorithm", run.SIDES)
+def test_plainrls_side_of_each_comparison_runs(algorithm, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIZES", '{"layers": 2, "width": 12, "vocabulary": 300, "prompts": 3, "batch": 3}')
+    monkeypatch.setenv("STEPS", "4")
+    name = run.file_of(algorithm, "fp32")
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    work = importlib.import_module(name)
+    if algorithm == "ddpo":
+        monkeypatch.setattr(work, "IMAGES", 2)
+        monkeypatch.setattr(work, "STEPS", 3)
+    work.prepare(tmp_path, algorithm)
+    columns, gflops = work.measure(algorithm, "fp32", tmp_path)
+    assert columns["seconds"] > 0 and gflops > 0
 
 
 def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):

@@ -343,8 +343,7 @@ def given_ids(seed, stream, iteration, places, width):
 
 
 def draw_given(logits, ids, temperature, *filters, draw=sampling.draw):
-    """What `draw` takes of logits (B, V) that leave nothing but ids (B,), which come in place of the uniforms. It stands
-    in its place while grpo is measured."""
+    """In place of `draw`: what it takes of logits (B, V) that leave nothing but ids (B,), given as the uniforms."""
     logits[torch.arange(len(ids), device=ids.device), ids.long()] = CERTAIN
     return draw(logits, torch.full_like(ids, 0.5), temperature, *filters)
 

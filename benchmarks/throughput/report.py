@@ -97,9 +97,9 @@ def same_work():
 def quoted():
     """The table of speed in README.md of the repository: a row a script, with its times on each device."""
     headings = {
-        "AMD EPYC, AVX512": "CPU with AVX-512",
+        "AMD EPYC, AVX2": "CPU with AVX2",
+        "AMD EPYC, AVX512": "CPU with AVX-512, older code",
         "defaults": "the same, TRL's defaults",
-        "AMD EPYC, AVX2": "CPU with AVX2, older code",
         "NVIDIA H100 80GB HBM3": "H100, older code",
     }
     rows = {}

@@ -466,16 +466,18 @@ def evaluation_options(args):
     return {name: getattr(args, name) for name in names} | {"temperature": args.eval_temperature}
 
 
-def pair_terms(logprobs, losses, rewards):
-    """{name: (B,)} of what is logged for pairs, from their losses, rewards (2, B) and log-probabilities (2, B)."""
+def pair_terms(logprobs, losses, rewards, steps, args):
+    """{name: (B,)} of what is logged for pairs, from their losses, rewards (2, B) and log-probabilities (2, B), after
+    that many steps. A tie counts as half; so do all before the first step, where only rounding would decide."""
     logprobs = logprobs.detach().contiguous()  # the last bits of a sum depend on the layout
     chosen, rejected = rewards.contiguous()
+    are_ties = steps == 0 and not (args.ref_model or args.reference_free)
     return {
         "loss": losses,
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
-        "rewards/accuracies": (1 + (chosen - rejected).sign()) / 2,  # half of a tie
+        "rewards/accuracies": torch.full_like(chosen, 0.5) if are_ties else (1 + (chosen - rejected).sign()) / 2,
         "logps/chosen": logprobs[0],
         "logps/rejected": logprobs[1],
     }
@@ -504,9 +506,7 @@ def evaluate(run, step, model, logprobs_of, losses_of, tokenizer, data, args):
         for name, pairs in data.eval_sets.items():
             lengths = [pair.length for pair in pairs]
             logprobs = compute_pairs(accelerator, logprobs_of, pairs, lengths, args.micro_batch_size)
-            terms = pair_terms(logprobs, *losses_of(logprobs, pairs))
-            if step == 0 and not (args.ref_model or args.reference_free):  # all pairs are ties, to rounding
-                terms["rewards/accuracies"] = torch.full_like(terms["rewards/accuracies"], 0.5)
+            terms = pair_terms(logprobs, *losses_of(logprobs, pairs), step, args)
             own = {f"{set_prefix(name)}{term}": values.mean().item() for term, values in terms.items()}
             taken = [key.rpartition("/")[2] for key in metrics.keys() & own]
             stop_if([f"--metric returned {key!r}, which evaluations have: choose another name" for key in taken])
@@ -631,7 +631,7 @@ def main(args):
             loss = losses.sum() / args.batch_size - args.sft_coef * logprobs[0].sum() / count
             # data-parallel training averages gradients over the processes: multiply by their number
             accelerator.backward(loss * accelerator.num_processes)
-            for name, values in pair_terms(logprobs, losses, rewards).items():
+            for name, values in pair_terms(logprobs, losses, rewards, step - 1, args).items():
                 sums[name] += values.detach().double().sum()
         sums = reduce_sums(accelerator, sums)
         metrics = {name: value / args.batch_size for name, value in sums.items()}

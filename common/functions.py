@@ -104,7 +104,8 @@ def load_function(spec, flag):
     match = SPEC.fullmatch(spec)
     path = spec_path(spec)
     if not match or not path.is_file():
-        raise InputError(f"{flag} {spec}: expected path/to/file.py:function, of a file that exists")
+        problem = f"there is no file {path}" if match else "expected path/to/file.py:function"
+        raise InputError(f"{flag} {spec}: {problem}")
     function = getattr(import_file(path.resolve(), path.read_bytes()), match["name"], None)
     if not callable(function):
         raise InputError(f"{flag} {spec}: {path.name} has no function {match['name']!r}")
@@ -192,15 +193,15 @@ def call_reward(function, name, rows, given, lengths=None):
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if not isinstance(scores, list | tuple) or len(scores) != len(rows):
-        returned = f"{len(scores)} values" if isinstance(scores, list | tuple) else type(scores).__name__
+        returned = f"a list of {len(scores)}" if isinstance(scores, list | tuple) else type(scores).__name__
         raise InputError(f"{name} returned {returned}, expected a list of {len(rows)} numbers, one per sample")
     pairs = zip(scores, lengths or [None] * len(rows), strict=True)
     checked = [floats(score, length, torch.float32) for score, length in pairs]
     if None in checked:
         number = checked.index(None)
-        where = f"row {number + 1}, prompt {rows[number]['prompt'][-60:]!r}"  # its end: chats begin alike
+        end = rows[number]["prompt"][-60:]  # chats begin alike
         dense = f", or one for each of the {lengths[number]} tokens" if lengths else ""
-        found = f"{name} returned {scores[number]!r:.60} for {where}"
+        found = f"{name} returned {scores[number]!r:.60} for row {number + 1}, whose prompt ends in {end!r}"
         raise InputError(f"{found}; expected a finite number{dense}, at most as large as float32 has")
     return checked, checked_columns(name, others, len(rows))
 

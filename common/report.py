@@ -127,7 +127,7 @@ def change_of(records, samples, name):
     before = [row[column] for row in rows if row["step"] == curve[0][0]]
     after = [row[column] for row in rows if row["step"] == curve[-1][0]]
     changes = [new - old for new, old in zip(after, before, strict=False)]
-    if len(changes) < 2:
+    if len(changes) < 2 or not any(changes):
         return said
     error = stdev(changes) / math.sqrt(len(changes))
     if abs(fmean(changes)) <= 2 * error:

@@ -45,13 +45,12 @@ def read_data(dataset, eval_dataset, eval_prompts=None, reward=None, metric=None
     else:
         eval_sets = load_sets(eval_dataset)
     sets = [*eval_sets.values(), rows]
-    prompts = []
-    if eval_prompts is not None:
-        prompts = load_rows(eval_prompts, "--eval-prompts")
-    elif metric is not None and reward is None:
+    prompts = [] if eval_prompts is None else load_rows(eval_prompts, "--eval-prompts")
+    if metric is not None and reward is None and eval_prompts is None:
         prompts = sets[0]
         if not eval_sets:
             raise InputError("--metric needs rows with a prompt to sample from: give --eval-prompts")
+    require_columns(rows, ["prompt"] if reward else [], "--dataset")
     if rollout_function:
         accepted(rollout_function, rollout, rows[0], ROLLOUT_ARGUMENTS)
     elif reward_function:  # with a rollout function, which may add columns, only once it is called

@@ -348,7 +348,7 @@ def refused(sentence):
 
 
 NO_SCORES = [  # what a reward returns for four rows, how it is called
-    ([1.0] * 5, "5 values"),
+    ([1.0] * 5, "a list of 5"),
     (None, "NoneType"),
     ("1111", "str"),
     (dict.fromkeys(range(4), 1.0), "dict"),
@@ -388,12 +388,12 @@ def test_scores_that_are_refused():
         with refused(f"r.py:f returned {returned}, expected a list of 4 numbers, one per sample"):
             scores_of(values)
     for value in [*NO_SCORE, 3.5e38]:  # the last one is finite, but not in float32
-        sentence = f"r.py:f returned {value!r:.60} for row 3, prompt 'd'; expected a finite number"
+        sentence = f"r.py:f returned {value!r:.60} for row 3, whose prompt ends in 'd'; expected a finite number"
         with refused(f"{sentence}, or one for each of the 3 tokens"):
             scores_of([[1.0], 1.0, value, 1.0], [1, 2, 3, 4])
         with refused(sentence):
             scores_of([1.0, 1.0, value, 1.0])
-    with refused(f"r.py:f returned None for row 1, prompt '{'s' * 53}What is"):  # of a chat, the end says which one
+    with refused(f"r.py:f returned None for row 1, whose prompt ends in '{'s' * 53}What is"):  # chats begin alike
         call_reward(lambda **_: [None], "r.py:f", [{"prompt": "s" * 99 + "What is"}], {})
 
 
@@ -453,8 +453,9 @@ def test_names_of_functions_that_are_refused(here):
     for name in ("nope", "nan"):
         with refused(f"--reward user.py:{name}: user.py has no function '{name}'"):
             load_function(f"user.py:{name}", "--reward")
-    for spec in ("user.py", "user.csv:reward", "nope.py:reward"):
-        with refused(f"--reward {spec}: expected path/to/file.py:function, of a file that exists"):
+    expected = "expected path/to/file.py:function"
+    for spec, problem in (("user.py", expected), ("user.csv:a", expected), ("no.py:a", "there is no file no.py")):
+        with refused(f"--reward {spec}: {problem}"):
             load_function(spec, "--reward")
     theirs = "missing a required argument: 'completions'. completions is called outputs here. It gets outputs, and the"
     with refused(f"r.py:f: {theirs} rows' columns: answer"):

@@ -310,6 +310,7 @@ def test_what_the_last_line_says():
 
     noise = "eval/reward 1.9 -> 2.3 (no change: within twice its standard error, 0.24)"
     assert said(1, 1, 0, 0, 0) == noise
+    assert said(0, 0, 0, 0, 0) == "eval/reward 1.9 -> 1.9"
     assert said(1, 1, 1, 0, 0) == "eval/reward 1.9 -> 2.5 (standard error of the change: 0.24)"
     assert said(-1, -1, -1, 0, 0) == "eval/reward 1.9 -> 1.3 (standard error of the change: 0.24)"
     assert said(1, 1, 0, 0, 0, name="eval/x/reward", set="x") == noise.replace("eval/", "eval/x/")

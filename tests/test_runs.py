@@ -174,5 +174,5 @@ def test_a_failing_reward_ends_all_processes(work, tmp_path):
     (tmp_path / "later.py").write_text(code + "    return [1.0] * (len(samples) - len(calls) // 6)\n")
     argv = command(work, "ppo", "run", "--reward", "later.py:reward", "--save-every", "1000")
     done = launch(torchrun(2), argv, tmp_path, work, timeout=200)
-    assert done.returncode != 0 and "later.py:reward returned 7 values, expected a list of 8" in done.stderr
+    assert done.returncode != 0 and "later.py:reward returned a list of 7, expected a list of 8" in done.stderr
     assert "the last step on disk is in run/checkpoints/step_00000012;" in done.stderr

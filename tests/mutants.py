@@ -122,7 +122,6 @@ def main():
     known = {key: known[key] for key in kept}
     waiting = [key for key in sample if key not in known]
     print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
-
     with ThreadPoolExecutor(args.jobs) as pool:
         found = pool.map(lambda key: try_mutant(*sample[key], args.limit), waiting)
         for key, row in zip(waiting, found, strict=True):

@@ -37,7 +37,7 @@ from common.errors import InputError, Stopped
 from common.functions import call_function, call_metric, call_reward, load_function
 from common.lm.chat import pair_texts, row_segments
 from common.lm.tokens import encode_prompts
-from common.rows import load_rows
+from common.rows import load_rows, read_data
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "sft": sft, "reward": reward, "dpo": dpo, "ilql": ilql, "ddpo": ddpo}
 EVERY, TEXT, PAIRS = "sft ppo grpo reward dpo ilql ddpo", "sft ppo grpo reward dpo ilql", "reward dpo"
@@ -508,6 +508,7 @@ for messages, sentence in NO_CHATS:
     NO_ROWS.append((pairs, dict.fromkeys(("chosen", "rejected"), TALK), {"chosen": messages}, f", chosen: {sentence}"))
 NO_COLUMNS = [  # what reads the row, the row, what is said
     (queries, {"Prompt": "b"}, "Prompt; expected prompt"),
+    (lambda rows, _: read_data(rows, None, reward=lambda b: b), {"messages": [USER]}, "messages; expected prompt"),
     (segments, {"body": "b"}, "body; expected text, prompt and completion, messages, or dialogue"),
     (segments, {"prompt": [USER]}, "prompt; expected completion"),
     (pairs, {"prompt": "b", "good": "c"}, "prompt, good; expected chosen and rejected"),

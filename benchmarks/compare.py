@@ -6,7 +6,8 @@
 
 Runs that differ in --seed alone are a group: the table has mean and standard deviation over them, the picture their
 mean at each step and a band from the lowest to the highest. The metric is --metric, or the one that the picture of the
-first run begins with, where all have it. The best value of a loss or a perplexity is the lowest, else the highest.
+first run begins with, where all have it and it is no loss of different scripts. The best value of a loss or a
+perplexity is the lowest, else the highest.
 """
 
 import argparse
@@ -128,6 +129,8 @@ def choose_metric(runs, metric):
             raise SystemExit(f"error: no run has --metric {metric}; there are {', '.join(names)}")
         return metric
     shared = [name for name in names if all(run.curve(name) for run in started)]
+    if len({run.algo for run in started}) > 1:
+        shared = [name for name in shared if not name.endswith("loss")]  # which is another quantity in each script
     for run in started:
         if run.headline in shared:
             return run.headline
@@ -168,10 +171,9 @@ def describe(runs):
 
 
 def best_point(curve, metric, lower_is_better):
-    """(value, step) of the best value."""
-    lowest = "loss" in metric or "perplexity" in metric or lower_is_better
-    points = [(value, step) for step, value in curve]
-    return min(points) if lowest else max(points, key=lambda point: point[0])
+    """(step, value) of the best value, the first of equal ones."""
+    best = min if "loss" in metric or "perplexity" in metric or lower_is_better else max
+    return best(curve, key=lambda point: point[1])
 
 
 def table_rows(groups, metric):
@@ -183,7 +185,7 @@ def table_rows(groups, metric):
             row = {"group": number, "run": run.folder.name, "last": "", "best": ""}
             row |= {"state": run.state, "seed": run.flags.get("seed", "")}
             if curve := run.curve(metric):
-                value, step = best_point(curve, metric, run.flags.get("lower_is_better"))
+                step, value = best_point(curve, metric, run.flags.get("lower_is_better"))
                 lasts.append(curve[-1][1])
                 bests.append(value)
                 row |= {"last": f"{lasts[-1]:.3g}", "best": f"{value:.3g} at {step}"}
@@ -216,11 +218,9 @@ def draw(groups, metric, texts, path):
             label = f"{number}: {', '.join(chosen) or texts[group[0].folder] or group[0].folder.name}"
             if len(group) > 1:
                 label += f" ({len(group)} seeds)"
-            label = textwrap.fill(visible(label), 60)
-            axes.plot(steps, [fmean(values[step]) for step in steps], marker=".", label=label)
-            lowest = [min(values[step]) for step in steps]
-            highest = [max(values[step]) for step in steps]
-            axes.fill_between(steps, lowest, highest, alpha=0.2, linewidth=0)
+            columns = [values[step] for step in steps]
+            axes.plot(steps, [*map(fmean, columns)], marker=".", label=textwrap.fill(visible(label), 60))
+            axes.fill_between(steps, [*map(min, columns)], [*map(max, columns)], alpha=0.2, linewidth=0)
         axes.set(xlabel="optimizer step", ylabel=metric)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)

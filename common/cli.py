@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import yaml
 
@@ -136,11 +136,12 @@ def foreign_words(words, args_class, script):
 # ---- Flags ----------------------------------------------------------------------------------------------------------
 
 
-class Range(NamedTuple):
+@dataclass(frozen=True)
+class Range:
     """What values a field of Args may have; part of the field's annotated type."""
 
     rule: str  # completes "--flag value must be"
-    holds: Callable
+    holds: Callable = dataclasses.field(repr=False)
 
 
 Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]

@@ -130,7 +130,7 @@ def differences(old, new):
     flags = old["flags"] | new["flags"]
     changed = [name for name in flags if old["flags"].get(name) != new["flags"].get(name)]
     lines = [f"{flag_of(name)}: was {old['flags'].get(name)}, is {new['flags'].get(name)}" for name in changed]
-    names = {"script": "the script", "imports": "a file that your code imports"}
+    names = {"script": "the script", "imports": "the list of files that your code imports, or one of them,"}
     names |= {name: f"the file of {flag_of(name)}" for name in flags}
     for name in old["files"] | new["files"]:
         if old["files"].get(name) != new["files"].get(name) and name not in (*changed, "resume"):

@@ -99,6 +99,7 @@ class Run:
         args.mixed_precision = self.accelerator.mixed_precision  # what was chosen is part of the run's identity
         self.main = self.accelerator.is_main_process
         self.identity = identity.identity(args, script)
+        self.flags = self.identity["flags"] | {name: vars(args)[name] for name in identity.SIZES if name in vars(args)}
         self.stepped = False  # whether this process has completed an iteration
         self.made = self.begun = False  # whether this process has created the directory, and written to it
         self.dir = self.path = self.lock = self.checkpoint = self.signal = None
@@ -252,8 +253,7 @@ class Run:
         env |= {"total_steps": self.total_steps, "headline": self.headline, "inputs": self.inputs}
         # first: a killed command given again then knows the directory for its own
         checkpoint.write_text(self.dir / "env.json", json.dumps(env, indent=1))
-        sizes = {name: value for name, value in vars(self.args).items() if name in identity.SIZES}
-        checkpoint.write_text(self.dir / "config.yaml", yaml.safe_dump(self.identity["flags"] | sizes, sort_keys=False))
+        checkpoint.write_text(self.dir / "config.yaml", yaml.safe_dump(self.flags, sort_keys=False))
         step = self.first_step if self._has(self.checkpoint) else -1  # nothing of this directory is continued
         for name in ("metrics.jsonl", "perf.jsonl", "rollouts.jsonl", "samples.jsonl"):
             checkpoint.keep_lines(self.dir / name, step, lacks_evaluation=self.kept.evaluated < step)
@@ -278,13 +278,12 @@ class Run:
         """Prints what is trained, which flags are not at their defaults, and what a script adds, {name: text}."""
         total = sum(weight.numel() for weight in model.parameters())
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        args = self.args
-        what = f"{total:,} parameters, {trained:,} trained; {args.dtype} weights, {args.mixed_precision} autocast, "
-        what += f"{self.accelerator.device}, processes: {self.accelerator.num_processes}, "
-        what += f"threads of each: {torch.get_num_threads()}"
-        flags = self.identity["flags"]
-        defaults = {field.name: identity.describe(field.default) for field in dataclasses.fields(args)}
-        changed = [f"{flag_of(name)} {value}" for name, value in flags.items() if value != defaults[name]]
+        what = f"{total:,} parameters, {trained:,} trained; {self.args.dtype} weights, "
+        what += f"{self.args.mixed_precision} autocast, {self.accelerator.device}, "
+        what += f"processes: {self.accelerator.num_processes}, threads of each: {torch.get_num_threads()}"
+        defaults = {field.name: identity.describe(field.default) for field in dataclasses.fields(self.args)}
+        defaults["mixed_precision"] = "no"  # as chosen by `launch`
+        changed = [f"{flag_of(name)} {value}" for name, value in self.flags.items() if value != defaults[name]]
         self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 
     def iterations(self):

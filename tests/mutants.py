@@ -88,12 +88,17 @@ def mutants(path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """As a plugin of the tests of a mutant: first those of files that name its module, last those that take longest."""
+    """As a plugin of the tests of a mutant: first those of its module, then golden runs, then those of files that name
+    the module; last those that take longest."""
     from conftest import FIRST
+
+    def order(item):
+        own, golden = module in item.path.stem, item.path.stem == "test_golden"
+        return not own, not golden, module not in item.name, item.path.stem in FIRST, not naming[item.path]
 
     module = os.environ["MUTANT"]
     naming = {path: module in path.read_text() for path in {item.path for item in items}}
-    items.sort(key=lambda item: (item.path.stem in FIRST, module not in item.path.stem, not naming[item.path]))
+    items.sort(key=order)
 
 
 def try_mutant(path, mutant, limit):

@@ -27,7 +27,7 @@ def make(tmp_path):
         records = []
         for number, value in enumerate(values):
             records.append({"step": 10 * number, headline: value, "eval/length": 7.0})
-            records.append({"step": 10 * number + 1, "kl": 0.5})
+            records.append({"step": 10 * number + 1, "kl": 0.5, "train/loss": 1.0})
         write(folder / "metrics.jsonl", records)
         if finished:
             (folder / "README.md").write_text("# card\n")
@@ -78,13 +78,15 @@ def test_groups_over_seeds_flags_and_files_that_differ(make, shown, tmp_path):
 
 def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
     make("a", [1.0])
-    make("b", [2.0], algo="sft", headline="eval/loss", packing=True)
-    sentence = r"the runs begin with different metrics \(eval/loss, eval/reward\): choose one with --metric; "
+    make("b", [2.0], algo="sft", headline="train/loss", packing=True)
+    sentence = r"the runs begin with different metrics \(eval/reward, train/loss\): choose one with --metric; "
     with pytest.raises(SystemExit, match=f"^error: {sentence}they share eval/length, kl$"):
         shown("a", "b")
     lines = shown("a", "b", metric="eval/length")
     assert lines[0] == "eval/length" and "group 1: ppo" in lines and "group 2: sft" in lines
-    with pytest.raises(SystemExit, match="^error: no run has --metric lenght; there are eval/length, eval/loss, "):
+    with pytest.raises(
+        SystemExit, match="^error: no run has --metric lenght; there are eval/length, eval/reward, kl, "
+    ):
         shown("a", "b", metric="lenght")
 
 
@@ -125,7 +127,7 @@ def test_a_folder_is_listed_with_what_is_no_run(make, shown, tmp_path):
         "left out: runs/curves: it holds no run, there is no env.json",
         f"left out: runs/foreign: {damaged}",
         "run                                      state          headline          algo",
-        "a_rather_long_name_of_the_user-5e6f7a8b  stopped 1/40   train/loss 2.5    sft",
+        "a_rather_long_name_of_the_user-5e6f7a8b  stopped 1/40   train/loss 1      sft",
         "ppo-1a2b3c4d                             finished       eval/reward 0.75  ppo",
         "torn                                     stopped 11/40  eval/reward 1     ppo",
     ]

@@ -62,7 +62,7 @@ def test_the_files_of_the_users_modules(tmp_path, monkeypatch):
 
 CODE = {  # a file, what is said where it has changed
     "ppo.py": "the script",
-    "beside.py": "a file that your code imports",
+    "beside.py": "the list of files that your code imports, or one of them,",
     "common/seeding.py": "common/seeding.py",
     "common/new.py": "common/new.py",
     "common/lm/sampling.py": "common/lm/sampling.py",

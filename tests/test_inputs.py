@@ -592,7 +592,7 @@ REFUSED = [
     common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
     entry(46, "dpo", "expected prompt", f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
     entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=SAME),
-    common(49, TEXT, f"--dataset row 2: {FOUND}{{'role': 'robot'", model="chats", rows=ROBOT),
+    common(49, TEXT, [f"--dataset row 2: {FOUND}{{'role'", "with the role 'robot'"], model="chats", rows=ROBOT),
     entry(49, "ddpo", "--dataset row 1: 'prompt' must be valid text", rows=[{"prompt": [USER]}]),
     common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=ROBOT[:1]),
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),

@@ -28,10 +28,10 @@ def chat_text(tokenizer, messages, row, where, answering=False, anew=False, mark
     """The messages as the chat template renders them, with the row's tools: to the end of an answer, or with answering
     to where one begins (in a last message of the assistant's, but for anew). marked: MARK replaces {% generation %}."""
     for message in messages if isinstance(messages, list) and messages else [None]:
-        known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
             form = f'{{"role": one of {", ".join(ROLES)}; "content": text}}'
-            raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80}")
+            raise InputError(f"{where}: a chat is a list of {form}, found {message!r:.80} with the role {role!r}")
     last = messages[-1]
     if not answering and last["role"] != "assistant":
         raise InputError(f"{where}: the last message must be the assistant's")

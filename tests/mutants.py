@@ -1,9 +1,12 @@
 """Random mutants: which small changes of the code does the default `pytest` not see?
 
+    pip install "pytest-cov<7"
+    pytest --cov=algos --cov=common --cov-context=test --cov-report=    # writes .coverage: which test runs which line
     python tests/mutants.py --jobs 2     # plants each mutant in a copy, and runs the tests up to the first failure
 
-A fixed sample: PER_FILE of every file of algos/ and common/, or all it has, drawn by its name. After --limit seconds
-the mutant counts as not killed. mutants.csv keeps what was found; the same command goes on.
+A fixed sample: PER_FILE of every file of algos/ and common/, or all it has, drawn by its name. Tests that run the line
+come first. After --limit seconds the mutant counts as not killed. mutants.csv keeps what was found; the same command
+goes on.
 """
 
 import argparse
@@ -19,10 +22,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.planted.planted import first_failure, stored_tests
+from benchmarks.planted.planted import first_failure
 from benchmarks.tables import ROOT, read_csv, write_csv
 
-PER_FILE = 4
+PER_FILE = 3
 COLUMNS = ["file", "line", "before", "after", "killed", "test", "seconds"]
 FILES = sorted(ROOT.glob("algos/*.py")) + sorted(p for p in ROOT.glob("common/**/*.py") if p.stat().st_size)
 RESULTS = ROOT / "tests/mutants.csv"
@@ -71,6 +74,8 @@ def mutants(path):
     for node in nodes:
         if getattr(node, "annotation", None):
             skipped.update(ast.walk(node.annotation))
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            skipped.add(node.value)  # of zip(), where nothing differs unless the code is wrong
     for node in nodes:
         for kind, new in mutated(node) if node not in skipped else ():
             places.setdefault(kind, []).append((node.test if kind == "condition" else node, new))
@@ -88,24 +93,26 @@ def mutants(path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """As a plugin of the tests of a mutant: first those of its module, then golden runs, then those of files that name
-    the module; last those that take longest."""
+    """As a plugin of the tests of a mutant: first those that run its line, and of these the ones of its module."""
     from conftest import FIRST
+    from coverage import CoverageData
 
-    def order(item):
-        own, golden = module in item.path.stem, item.path.stem == "test_golden"
-        return not own, not golden, module not in item.name, item.path.stem in FIRST, not naming[item.path]
-
-    module = os.environ["MUTANT"]
-    naming = {path: module in path.read_text() for path in {item.path for item in items}}
-    items.sort(key=order)
+    path, _, line = os.environ["MUTANT"].rpartition(":")
+    data = CoverageData(os.environ["COVERAGE_FILE"])
+    data.read()
+    lines = data.contexts_by_lineno(path)
+    first = max((number for number in lines if number <= int(line)), default=0)  # of the statement
+    running = {context.partition("|")[0] for context in lines.get(first, ())}
+    places = {item: (item.nodeid not in running, Path(path).stem not in item.path.stem) for item in items}
+    items.sort(key=lambda item: (*places[item], item.path.stem in FIRST))  # the files that take longest
 
 
 def try_mutant(path, mutant, limit):
     """Its row of mutants.csv."""
     line, before, after, changed = mutant
     name = str(path.relative_to(ROOT))
-    launcher = ["env", "PYTHONPATH=tests", f"MUTANT={path.stem}", "timeout", str(limit)]
+    known = f"MUTANT={path}:{line}", f"COVERAGE_FILE={ROOT / '.coverage'}"
+    launcher = ["env", "PYTHONPATH=tests", *known, "timeout", str(limit)]
     status, test, seconds = first_failure(name, changed, ["tests"], "-p", "mutants", launcher=launcher)
     killed = {0: "no", 124: "no, in the time"}.get(status, "yes")
     values = [name, line, before, after, killed, test if killed == "yes" else "", seconds]
@@ -122,9 +129,6 @@ def main():
         for mutant in mutants(path):
             sample[str(path.relative_to(ROOT)), str(mutant[0]), *mutant[1:3]] = path, mutant
     known = {tuple(row[name] for name in COLUMNS[:4]): row for row in read_csv(RESULTS)}
-    tests = stored_tests()
-    kept = [key for key in sample if key in known and known[key]["test"].partition("[")[0] in tests | {""}]
-    known = {key: known[key] for key in kept}
     waiting = [key for key in sample if key not in known]
     print(f"{len(waiting)} of {len(sample)} mutants to plant", flush=True)
     with ThreadPoolExecutor(args.jobs) as pool:

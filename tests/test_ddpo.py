@@ -287,6 +287,8 @@ def test_every_scheduler_becomes_ddim_of_its_own_betas(kind, options, changed):
     found = ddpo.ddim_scheduler(scheduler, "model")
     assert type(found) is DDIMScheduler and dict(found.config).items() >= (options | changed).items()
     close(found.alphas_cumprod, scheduler.alphas_cumprod, 1e-6)
+    with pytest.raises(InputError, match="^--model m: its FlowMatchEulerDiscreteScheduler has no beta_start, as DDIM"):
+        ddpo.ddim_scheduler(diffusers.FlowMatchEulerDiscreteScheduler(), "m")
 
 
 UNUSABLE = [  # part, what its config says, what is said of it

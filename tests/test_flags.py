@@ -18,7 +18,7 @@ from helpers import INF, NAN
 
 from algos import ddpo, dpo, grpo, ilql, ppo, reward, sft
 from common.cli import cli, from_task, parse
-from common.errors import InputError
+from common.errors import InputError, flag_of
 from common.functions import ROOT
 
 SCRIPTS = {"ppo": ppo, "grpo": grpo, "ilql": ilql, "sft": sft, "reward": reward, "dpo": dpo, "ddpo": ddpo}
@@ -43,10 +43,6 @@ def told(algo, **flags):
         assert not problems or first == f"{len(problems)} problems:"
         return problems or [first]
     return []
-
-
-def flag_of(name):
-    return "--" + name.replace("_", "-")
 
 
 # ---- Ranges and defaults ---------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ Most tests run the `main` of a script in-process on a tiny model, with one of it
 from functools import partial
 from types import SimpleNamespace
 
-import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids
+from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids, weights
 from test_maths import slow_gae
 from transformers import AutoModelForSequenceClassification
 
@@ -49,11 +48,6 @@ def run_sft(model, run_dir, rows, **flags):
     settings = {"eval_every": 0, "total_steps": 3, "batch_size": 7, "micro_batch_size": 7, "lr": 1e-2, "threads": 1}
     settings |= {"dtype": "float64", "save_every": 0, "warmup_steps": 0, "adam_betas": (0.9, 0.999)}
     return sft.main(sft.Args(model=model, run_dir=str(run_dir), dataset=rows, **settings | flags))
-
-
-def weights(run_dir):
-    """{file.name: tensor} of the export of a run."""
-    return helpers.weights(run_dir / "hf_model")
 
 
 # A bias of keys has no gradient but the rounding errors of sums of about 1; Adam divides these by its epsilon.
@@ -181,7 +175,8 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path, valu
                 losses.append(policy_loss + 0.7 * value_loss)
         norm = slow_step(model, optimizer, torch.stack(losses).mean(), lr, 0.3)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
-    after = weights(run_dir) | {f"critic.{name[6:]}": w for name, w in helpers.weights(run_dir / "value_model").items()}
+    critic = weights(run_dir / "value_model")
+    after = weights(run_dir / "hf_model") | {f"critic.{name[6:]}": weight for name, weight in critic.items()}
     for name, weight in model.named_parameters():
         if name.startswith("lm."):
             name = "model." + name.removeprefix("lm.")
@@ -275,7 +270,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
     assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-9)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-9)
     assert norm > 0.5
-    after = weights(run_dir)
+    after = weights(run_dir / "hf_model")
     for name, weight in model.named_parameters():
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-9)
 

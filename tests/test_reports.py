@@ -351,12 +351,13 @@ def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed):
+@pytest.mark.parametrize("words", ["", "--precompute-ref"])
+def test_check_of_dpo_compares_with_the_model_as_it_was(monkeypatch, typed, words):
     """In both steps, of which the second one finds a changed model; both have the longest pairs."""
     assert dpo.longest_rows([3, 9, 5], 4) == [1, 2, 0, 1]
     calls = recorded(monkeypatch, dpo, "pair_losses")
     asked = recorded(monkeypatch, dpo.Reference, "__call__")
-    typed("dpo", "--check --batch-size 2 --eval-dataset None --metric None --eval-prompts None")
+    typed("dpo", f"{words} --check --batch-size 2 --eval-dataset None --metric None --eval-prompts None")
     (first, *_), (second, *_) = [args for args, _ in calls]
     assert (second - first).abs().min() > 1e-6 and len(asked) == 2
     assert all((found - first).abs().max() < 1e-5 for _, found in asked)

@@ -32,6 +32,7 @@ DATA = {
     reward: PAIRS,
     dpo: PAIRS,
 }
+NAMED = {script.__name__[6:]: script for script in DATA}
 
 
 def run(script, model, run_dir, **flags):

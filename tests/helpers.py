@@ -116,8 +116,8 @@ def samples(run_dir, step=None):
 
 
 def weights(folder):
-    """{file.name: tensor} of an export or a checkpoint."""
-    files = sorted(Path(folder).glob("*.safetensors"))
+    """{file.name: tensor} of an export, a checkpoint, or the export of a run."""
+    files = sorted(Path(folder).glob("*.safetensors")) or sorted(Path(folder).glob("hf_model/*.safetensors"))
     return {f"{f.stem}.{k}": v for f in files for k, v in safetensors.torch.load_file(f).items()}
 
 

@@ -9,8 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import close, equal, lines_of, log, recorded, rolled, same_run, save
-from test_invariants import weights
+from helpers import close, equal, lines_of, log, recorded, rolled, same_run, save, weights
 from test_models import IDS, PROMPTS, more_vowels
 from test_reward import alone, ppo_scores
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline

@@ -7,8 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from helpers import close, lines_of, log, random, recorded, rolled, tensor, trained_ids
-from test_invariants import PROMPTS, adamw, slow_step, vowels, weights
+from helpers import close, lines_of, log, random, recorded, rolled, tensor, trained_ids, weights
+from test_invariants import PROMPTS, adamw, slow_step, vowels
 
 from algos import grpo, ppo
 from benchmarks.tasks import randomwalks

@@ -176,7 +176,7 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path, valu
         norm = slow_step(model, optimizer, torch.stack(losses).mean(), lr, 0.3)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-6)
     critic = weights(run_dir / "value_model")
-    after = weights(run_dir / "hf_model") | {f"critic.{name[6:]}": weight for name, weight in critic.items()}
+    after = weights(run_dir) | {f"critic.{name[6:]}": weight for name, weight in critic.items()}
     for name, weight in model.named_parameters():
         if name.startswith("lm."):
             name = "model." + name.removeprefix("lm.")
@@ -270,7 +270,7 @@ def test_sft_steps_are_the_slow_definition(letters, gpt2_dir, tmp_path):
     assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-9)
     assert metrics["optim/grad_norm"] == pytest.approx(norm, rel=1e-9)
     assert norm > 0.5
-    after = weights(run_dir / "hf_model")
+    after = weights(run_dir)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(after[f"model.{name}"], weight.detach(), rtol=1e-7, atol=1e-9)
 

@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import EOS, lines_of, log, recorded, rolled, save, trained_ids
-from test_invariants import run_ppo, weights
+from helpers import EOS, lines_of, log, recorded, rolled, save, trained_ids, weights
+from test_invariants import run_ppo
 from test_models import more_vowels
 from test_reward import reward_args
 from torch import nn

@@ -12,8 +12,8 @@ import signal
 import pytest
 import torch
 from harness import ROOT, launch, lines, torchrun
-from helpers import EOS, answer, close, log, recorded, rolled, samples, trained_ids, turn, user, write
-from test_invariants import PROMPTS, weights
+from helpers import EOS, answer, close, log, recorded, rolled, samples, trained_ids, turn, user, weights, write
+from test_invariants import PROMPTS
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo

@@ -356,20 +356,16 @@ def test_files_of_flags_may_repeat(here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "text", "fragments"),
-    [
-        ("--config a.yaml", "check: ''", ["Unrecognized", "--config a.yaml"]),
-        ("--config a.yaml", "lrr: 1", ["Unrecognized options: --lrr", "--config a.yaml"]),
-        ("--config a.yaml", "lr: {a: b}", ["--lr", "--config a.yaml"]),
-    ],
+    ("text", "said"),
+    [("check: ''", "Unrecognized"), ("lrr: 1", "Unrecognized options: --lrr"), ("lr: {a: b}", "--lr")],
 )
-def test_what_tyro_refuses(words, text, fragments, here, capsys):
+def test_what_tyro_refuses(text, said, here, capsys):
     """Names and values that no flag takes: a file is named beside them."""
     here(text)
     with pytest.raises(SystemExit) as stop:
-        parse(words.split(), sft.Args)
+        parse(["--config", "a.yaml"], sft.Args)
     told = capsys.readouterr().err
-    assert stop.value.code == 2 and [fragment for fragment in fragments if fragment not in told] == []
+    assert stop.value.code == 2 and said in told and "--config a.yaml" in told
 
 
 def test_values_in_yaml(here):

@@ -498,6 +498,7 @@ NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, 
     (segments, ASKED, {"prompt": TALK, "completion": []}, ": the completion is empty"),
     (segments, DIALOGUE, {"dialogue": ["b", "c", "d"]}, f": {NO_DIALOGUE}"),
     (segments, DIALOGUE, {"dialogue": []}, f": {NO_DIALOGUE}"),
+    (segments, DIALOGUE, {"dialogue": ["b", 5]}, ", part of row 2: 'dialogue' must be valid text, not 5"),
     (pairs, COMPARED, {"rejected": []}, f", rejected: {LAST}"),
 ]
 for text in (None, 5, ["b"]):

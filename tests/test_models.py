@@ -79,6 +79,8 @@ def test_weights_that_the_model_does_not_have_are_said(tiny_dirs, tmp_path, caps
     assert said.format(2) in capsys.readouterr().out
     reward.load_classifier(args, tiny_dirs["llama"])
     assert "holds" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="^--model .* cannot be loaded: it has no config.json$"):
+        load_model(sft.Args(model=str(tmp_path), dataset=[]), str(tmp_path))
 
 
 def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypatch):

@@ -282,7 +282,7 @@ class Run:
         what += f"{self.args.mixed_precision} autocast, {self.accelerator.device}, "
         what += f"processes: {self.accelerator.num_processes}, threads of each: {torch.get_num_threads()}"
         defaults = {field.name: identity.describe(field.default) for field in dataclasses.fields(self.args)}
-        defaults["mixed_precision"] = "no"  # as chosen by `launch`
+        defaults["mixed_precision"] = "no"  # what `launch` makes of None on a CPU
         changed = [f"{flag_of(name)} {value}" for name, value in self.flags.items() if value != defaults[name]]
         self.say(facts_of({self.identity["algo"]: what, "flags": ", ".join(changed), **facts}))
 

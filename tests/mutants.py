@@ -4,9 +4,8 @@
     pytest --cov=algos --cov=common --cov-context=test --cov-report=    # writes .coverage: which test runs which line
     python tests/mutants.py --jobs 2     # plants each mutant in a copy, and runs the tests up to the first failure
 
-A fixed sample: PER_FILE of every file of algos/ and common/, or all it has, drawn by its name. Tests that run the line
-come first. After --limit seconds the mutant counts as not killed. mutants.csv keeps what was found; the same command
-goes on.
+A fixed sample: PER_FILE of every file of algos/ and common/, drawn by its name. Tests that run the line come first.
+After --limit seconds the mutant counts as not killed. mutants.csv keeps what was found; the same command goes on.
 """
 
 import argparse
@@ -114,7 +113,7 @@ def try_mutant(path, mutant, limit):
     known = f"MUTANT={path}:{line}", f"COVERAGE_FILE={ROOT / '.coverage'}"
     launcher = ["env", "PYTHONPATH=tests", *known, "timeout", str(limit)]
     status, test, seconds = first_failure(name, changed, ["tests"], "-p", "mutants", launcher=launcher)
-    killed = {0: "no", 124: "no, in the time"}.get(status, "yes")
+    killed = {0: "no", 1: "yes", 124: "no, in the time"}.get(status, f"pytest ended with {status}")
     values = [name, line, before, after, killed, test if killed == "yes" else "", seconds]
     return dict(zip(COLUMNS, values, strict=True))
 

@@ -357,7 +357,7 @@ def test_files_of_flags_may_repeat(here, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("check: ''", "Unrecognized"), ("lrr: 1", "Unrecognized options: --lrr"), ("lr: {a: b}", "--lr")],
+    [("check: ''", "Unrecognized"), ("lrr: 1", "Unrecognized options: --lrr"), ("total_steps: x", "1')]")],
 )
 def test_what_tyro_refuses(text, said, here, capsys):
     """Names and values that no flag takes: a file is named beside them."""

@@ -340,8 +340,9 @@ def test_the_lines_of_use_run(algo, whole, scripts, work):
 
 @each_script
 def test_check_is_one_iteration_and_writes_nothing(algo, typed, capsys):
-    assert typed(algo, "--check") == ({}, None)
+    assert typed(algo, "--check --micro-batch-size 3") == ({}, None)
     out = capsys.readouterr().out
+    assert "--micro-batch-size" in out and "--mixed-precision" not in out  # what was given, and what was not
     assert "\nsamples at step 0 " in out and out.count("samples at step") == 1
     iterations, *_ = LENGTH.get(algo, (12, 1, 4))
     told = r"\none iteration: (.*update \S+) s; peak memory [\d,]+ MB\n"

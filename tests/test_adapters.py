@@ -120,6 +120,15 @@ def test_adapters_are_added_while_sampling(build_model, family, targets):
     assert torch.equal(logits(lm), apart)
 
 
+def test_types_of_merged_weights_under_autocast(build_model):
+    """Those of matrices are cast once; a lookup in an embedding is never cast."""
+    lm = with_adapters(build_model, "gpt2", torch.float32, lora_targets=("wte", "c_attn"))
+    layers = [module.get_base_layer() for module in lm.modules() if hasattr(module, "get_base_layer")]
+    with torch.autocast("cpu", torch.bfloat16), for_sampling(lm):
+        types = {type(layer).__name__: layer.weight.dtype for layer in layers}
+    assert types == {"Embedding": torch.float32, "Conv1D": torch.bfloat16}
+
+
 def test_adapters_of_rounded_weights_stay_apart(build_model):
     lm = with_adapters(build_model, "llama", torch.bfloat16)
     apart = logits(lm)

@@ -326,6 +326,15 @@ def test_graphs_of_float64_weights_under_autocast(build_model, letters, monkeypa
         assert sample(*call) == expected and captured
 
 
+def test_a_fixed_cache_has_the_type_to_which_attention_casts(build_model):
+    lm = build_model()
+    for autocast, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        cache = lm(torch.tensor([[3, 4]]), use_cache=True).past_key_values
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            cuda_graphs.fix_layers(cache, slice(None), torch.tensor([1]), 2)
+        assert all(layer.keys.dtype == layer.values.dtype == dtype for layer in cache.layers)
+
+
 def test_a_model_that_makes_the_host_wait_takes_no_graphs(build_model, letters, monkeypatch):
     """It is asked in its first pass, and not again by the next call."""
     lm = build_model().double()

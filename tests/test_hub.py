@@ -218,16 +218,17 @@ def test_a_value_head_of_the_hub_is_read(run, work):
 def test_what_is_neither_cached_nor_reachable(run, work):
     """Exit code 2, nothing written, and one sentence: the flag, and that there is no connection (or no such split)."""
     missing = {
-        f"{SFT} --model org/nope": "--model org/nope .*couldn't connect",
-        f"{SFT} --model org/walker --revision v3": "--model org/walker .*couldn't connect",
-        f"{SFT} --model v2 --dataset org/nope:test": "--dataset org/nope:test .*Couldn't reach",
-        f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope.*couldn't connect",
+        f"{SFT} --model org/nope": "--model org/nope cannot be loaded: .*couldn't connect",
+        f"{SFT} --model org/a/walker": "--model org/a/walker: there is no such directory",
+        f"{SFT} --model org/walker --revision v3": "--model org/walker cannot be loaded: .*couldn't connect",
+        f"{SFT} --model v2 --dataset org/nope:test": "--dataset org/nope:test cannot be loaded: .*Couldn't reach",
+        f"{PPO} --model v2 --reward org/nope:GOOD": "--reward org/nope.* cannot be loaded: .*couldn't connect",
         f"{SFT} --model v2 --dataset org/walks:heldout": "--dataset org/walks:heldout .*'train'.*'held_out'",
     }
     results = run(*(f"{command} --run-dir missing" for command in missing), code=2)
     for said, err in zip(missing.values(), results, strict=True):
         *notes, sentence = err.splitlines()
-        assert re.match(f"error: {said}", sentence) and " cannot be loaded: " in sentence, err
+        assert re.match(f"error: {said}", sentence), err
         assert "Traceback" not in err
         assert not notes or "heldout" in said
     assert not (work / "missing").exists()

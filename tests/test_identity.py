@@ -49,9 +49,8 @@ def test_the_files_of_the_users_modules(tmp_path, monkeypatch):
     for name in modules:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    (tmp_path / "user.py").write_text(
-        "import json, library, reward, package.inner\nfrom common.rows import texts\nf = 1\n"
-    )
+    code = "# coding: latin-1 \xe9\nimport json, library, reward, package.inner\nfrom common.rows import texts\nf = 1\n"
+    (tmp_path / "user.py").write_text(code, encoding="latin-1")
     monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "lib/site-packages"), *sys.path])
     before = {*imported_files()}
     import_file(tmp_path / "user.py", (tmp_path / "user.py").read_bytes())

@@ -192,6 +192,25 @@ def test_rng_depends_on_every_key_and_on_nothing_else():
     assert seeding.rng(1, "rollout", 3, 5).random() == 0.6004720012005916
 
 
+def test_global_generators_for_code_that_is_not_ours():
+    drawn = []
+    for seed in 3, 3, 4:
+        seeding.seed_libraries(seed)
+        drawn.append([seeding.random.random(), np.random.random(), torch.rand(1).item()])
+    assert drawn[0] == drawn[1] and not {*drawn[0]} & {*drawn[2]}
+
+
+def test_deterministic_kernels_are_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *mode, **options: asked.append((mode, options)))
+    monkeypatch.setattr(seeding.os, "environ", environment := {})
+    seeding.seed_libraries(1)
+    assert not asked and not environment
+    seeding.seed_libraries(1, deterministic=True)
+    assert asked == [((True,), {"warn_only": True})]
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+
+
 def test_uniforms_are_keyed_by_the_global_row():
     whole = sampling.uniforms(1, "rollout", 3, range(11), 7)
     assert whole.shape == (11, 7) and whole.dtype == torch.float64

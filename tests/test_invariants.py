@@ -3,20 +3,16 @@
 Most tests run the `main` of a script in-process on a tiny model, with one of its functions replaced to look inside.
 """
 
-from functools import partial
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from helpers import EOS, lines_of, log, pad_is_eos, recorded, rolled, same_run, trained_ids, weights
+from helpers import EOS, log, pad_is_eos, recorded, rolled, same_run, trained_ids, weights
 from test_maths import slow_gae
 from transformers import AutoModelForSequenceClassification
 
 from algos import ppo, sft
 from common import seeding
 from common.cli import from_task
-from common.functions import call_reward
 from common.lm.load import load_model
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m", "nopqrst", "ba"]
@@ -58,26 +54,20 @@ ROUNDING_OF_ADAM = torch.finfo(torch.float64).eps / 1e-8
     ("family", "dtype", "tolerance"),
     [("gpt2", "float32", 1e-5), ("gpt2", "float64", 1e-12), ("llama", "float32", 1e-5), ("qwen3", "float64", 1e-12)],
 )
-def test_first_ratio_is_one_and_kl_zero(accelerator, letters, tiny_dirs, family, dtype, tolerance):
-    """In training mode, in another order and other micro-batches. The checkpoint of GPT-2 asks for dropout."""
-    flags = {"model": tiny_dirs[family], "dataset": PROMPTS, "reward": vowels, "tokenizer": pad_is_eos(letters)}
-    args = ppo.Args(dtype=dtype, temperature=0.7, max_new_tokens=11, micro_batch_size=3, **flags)
-    lm, tokenizer = load_model(args, args.model)
-    ref, _ = load_model(args, args.model)
-    model = ppo.PolicyWithValue(lm, init="normal").to(accelerator.device)
-    rows = [{"prompt": p} for p in PROMPTS]
-    queries = tokenizer(PROMPTS)["input_ids"]
-    data = SimpleNamespace(reward=partial(call_reward, vowels, "vowels"), rollout=None)
-    episodes, _ = ppo.rollout(accelerator, model.eval(), ref.eval(), tokenizer, rows, queries, data, 1, args)
+def test_first_ratio_is_one_and_kl_zero(monkeypatch, letters, tiny_dirs, tmp_path, family, dtype, tolerance):
+    """And values are those of the rollout: in training mode, in another order and other micro-batches. The checkpoint
+    of GPT-2 asks for dropout."""
+    rollouts = rolled(monkeypatch, ppo)
+    calls = [recorded(monkeypatch, ppo, name) for name in ("policy_loss", "value_loss")]
+    flags = {"total_episodes": 10, "batch_size": 10, "ppo_epochs": 1, "micro_batch_size": 3, "max_new_tokens": 11}
+    run_ppo(tiny_dirs[family], tmp_path / "run", dtype=dtype, tokenizer=pad_is_eos(letters), **flags)
+    [(_, episodes)] = rollouts
     kl = ppo.of_all(episodes, "logprobs") - ppo.of_all(episodes, "ref_logprobs")
     assert len(kl) > 40
     assert kl.abs().max() < tolerance
-    model.train()
-    for rows in ([6, 0], [3], [5, 1, 4, 2]):
-        read = [episodes[row] for row in rows]
-        new_logprobs, new_values, _ = model(lines_of(read), temperature=0.7)
-        assert ((new_logprobs - ppo.of_all(read, "logprobs")).exp() - 1).abs().max() < tolerance
-        assert (new_values - ppo.of_all(read, "values")).abs().max() < tolerance
+    for found in calls:
+        assert len(found) >= 4  # micro-batches
+        assert max((new - old).abs().max() for (new, old, *_), _ in found) < tolerance
 
 
 def test_ratio_is_one_at_the_first_step_of_every_iteration(monkeypatch, gpt2_dir, tmp_path):
@@ -117,15 +107,6 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path, valu
     """All four steps of an iteration, the losses row by row without padding, the formulas written out once more. The
     critic has a rate of its own, and a head on the policy or a trunk of its own, of which each state is read alone."""
     rollouts = rolled(monkeypatch, ppo)
-    minibatches = ppo.minibatches
-    before = []
-
-    def first_weights(*args):
-        policy = rollouts[0][0][1]
-        before.append({name: weight.clone() for name, weight in policy.state_dict().items()})
-        return minibatches(*args)
-
-    monkeypatch.setattr(ppo, "minibatches", first_weights)
     flags = {"total_episodes": 10, "micro_batch_size": 2, "vf_coef": 0.7, "max_grad_norm": 0.3, "weight_decay": 0.1}
     flags |= {"value_model": gpt2_dir if value_model else None, "value_lr": 2e-3, "min_length_limit": 2}
     metrics, run_dir = run_ppo(gpt2_dir, tmp_path / "run", **flags)
@@ -138,7 +119,6 @@ def test_ppo_update_is_the_slow_definition(monkeypatch, gpt2_dir, tmp_path, valu
         critic.score.weight.data.zero_()
         critic.config.pad_token_id = None
         model = ppo.PolicyWithCritic(lm, critic)
-    assert all(torch.equal(weight, before[0][name]) for name, weight in model.state_dict().items())
     advantages = []
     for episode in episodes:
         rewards = -0.1 * (episode.logprobs - episode.ref_logprobs)
@@ -189,8 +169,7 @@ def test_metrics_are_those_of_numpy(monkeypatch, gpt2_dir, tmp_path):
     _, run_dir = run_ppo(gpt2_dir, tmp_path / "run", kl_kind="mse", micro_batch_size=3)
     beta = 0.1
     for record, (_, episodes) in zip(log(run_dir), rollouts, strict=True):
-        per_token = "logprobs values entropies ref_logprobs returns".split()
-        tokens = {name: ppo.of_all(episodes, name).numpy() for name in per_token}
+        tokens = {name: ppo.of_all(episodes, name).numpy() for name in ("values", "entropies", "returns")}
         kls = [(episode.logprobs - episode.ref_logprobs).numpy() for episode in episodes]
         scores = np.array([episode.score for episode in episodes])
         penalty = np.mean([-beta * np.sum(kl**2) / 2 for kl in kls])

@@ -37,10 +37,6 @@ def state(run_dir):
     return json.loads((newest(run_dir) / "state.json").read_text())
 
 
-def unet(pipeline):
-    return weights(Path(pipeline) / "unet")
-
-
 @pytest.fixture(scope="module")
 def tiny(work):
     return str(work / "pipeline")
@@ -164,8 +160,8 @@ def test_of_a_constant_reward_weight_decay_alone_moves_matrices(tiny, tmp_path, 
     flags = {"weight_decay": 0.1, "per_prompt_stats": per_prompt_stats, "stat_min_count": 7, "stat_buffer_size": 7}
     flags |= {"num_epochs": 4, "rollout_batch_size": 7, "batch_size": 7}
     _, run = run_ddpo(tiny, tmp_path / "run", reward=lambda prompts: [0.7] * len(prompts), **flags)
-    after = unet(run / "hf_model")
-    for name, weight in unet(tiny).items():
+    after = weights(run / "hf_model/unet")
+    for name, weight in weights(f"{tiny}/unet").items():
         expected = weight * (1 - 1e-3 * 0.1) ** 4 if weight.ndim > 1 else weight
         assert torch.allclose(after[name], expected, rtol=1e-6, atol=0), name
     assert [record["optim/grad_norm"] for record in log(run)] == [0, 0, 0, 0]
@@ -205,7 +201,8 @@ def test_adapters_go_on(tiny, tmp_path):
     assert sum(map(len, state(short)["rewards"].values())) == 8
     _, straight = run_ddpo(tiny, tmp_path / "straight", **flags)
     _, more = run_ddpo(tiny, tmp_path / "more", resume=str(newest(short)), **flags)
-    assert log(more) == log(straight)[-1:] and equal(unet(more / "hf_model"), unet(straight / "hf_model"))
+    exports = [weights(run_dir / "hf_model/unet") for run_dir in (more, straight)]
+    assert log(more) == log(straight)[-1:] and equal(*exports)
     assert state(more)["rewards"] == state(straight)["rewards"]
 
 

@@ -84,9 +84,8 @@ def test_algorithms_are_compared_by_a_metric_that_they_share(make, shown):
         shown("a", "b")
     lines = shown("a", "b", metric="eval/length")
     assert lines[0] == "eval/length" and "group 1: ppo" in lines and "group 2: sft" in lines
-    with pytest.raises(
-        SystemExit, match="^error: no run has --metric lenght; there are eval/length, eval/reward, kl, "
-    ):
+    known = "eval/length, eval/reward, kl, "
+    with pytest.raises(SystemExit, match=f"^error: no run has --metric lenght; there are {known}"):
         shown("a", "b", metric="lenght")
 
 

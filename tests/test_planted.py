@@ -20,19 +20,16 @@ def test_every_bug_stands_once_and_is_caught_by_a_test_that_there_is():
     assert {f"algos/{name}.py" for name in "sft ppo grpo ilql reward dpo ddpo".split()} < {b["script"] for b in BUGS}
 
 
-@pytest.mark.parametrize(
-    ("text", "new", "error"),
-    [
+def test_what_cannot_be_planted_is_an_error(tmp_path):
+    for text, new, error in (
         ("x = 1\n", "13", "bug 1 .a sum.: its text stands 0 times in x.py"),
         ("x = 12\ny = 12\n", "13", "bug 1 .a sum.: its text stands 2 times in x.py"),
         ("x = 12\n", "12 +", "invalid syntax"),
-    ],
-)
-def test_what_cannot_be_planted_is_an_error(tmp_path, text, new, error):
-    bug = {"number": 1, "name": "a sum", "script": "x.py", "old": "12", "new": new}
-    (tmp_path / "x.py").write_text(text)
-    with pytest.raises((ValueError, SyntaxError), match=error):
-        planted.planted(bug, tmp_path)
+    ):
+        bug = {"number": 1, "name": "a sum", "script": "x.py", "old": "12", "new": new}
+        (tmp_path / "x.py").write_text(text)
+        with pytest.raises((ValueError, SyntaxError), match=error):
+            planted.planted(bug, tmp_path)
 
 
 def test_problems_and_older_code_are_told(tmp_path, monkeypatch):

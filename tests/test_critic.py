@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import equal, log, rolled, tensor, weights
+from helpers import equal, log, rolled, save, tensor, weights
 from test_adapters import run
 from test_invariants import run_ppo
 from test_ppo_modes import save_classifier
@@ -83,11 +83,9 @@ def test_a_run_with_a_critic_goes_on_bitwise(judge, gpt2_dir, tmp_path, choice):
 
 def test_critics_that_do_not_fit(gpt2_dir, build_model, letters, tmp_path):
     save_classifier(tmp_path / "bert", "Bert", "<pad>")
-    build_model().save_pretrained(tmp_path / "words")
     letters.add_tokens(["qu"])
-    letters.save_pretrained(tmp_path / "words")
-    AutoModelForSequenceClassification.from_pretrained(gpt2_dir, num_labels=3).save_pretrained(tmp_path / "three")
-    letters.save_pretrained(tmp_path / "three")
+    save(tmp_path / "words", build_model(), letters)
+    save(tmp_path / "three", AutoModelForSequenceClassification.from_pretrained(gpt2_dir, num_labels=3), letters)
     _, adapter = run(ppo, gpt2_dir, tmp_path / "run", lora_r=3, total_episodes=8)
     for path in (tmp_path / "bert", tmp_path / "words", tmp_path / "three", adapter / "hf_model"):
         with pytest.raises(InputError, match="--value-model .*(is no decoder, or its|cannot be loaded)"):

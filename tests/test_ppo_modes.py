@@ -13,7 +13,7 @@ import transformers
 from helpers import EOS, lines_of, log, recorded, rolled, save, trained_ids, weights
 from test_invariants import run_ppo
 from test_models import more_vowels
-from test_reward import reward_args
+from test_reward import alone, reward_args
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -227,7 +227,6 @@ def save_classifier(folder, family, pad):
     save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
-@torch.no_grad()
 def by_hand(folder, text, ended):
     """The score of one row without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
@@ -238,8 +237,7 @@ def by_hand(folder, text, ended):
         ids = ids[1 - randomwalks.CONTEXT :]
         if ended:
             ids = [*ids, EOS]
-    model.config.pad_token_id = None
-    return float(model(input_ids=torch.tensor([ids])).logits[0, 1])
+    return alone(model, ids, label=1)
 
 
 @pytest.mark.parametrize(("family", "pad"), [("GPT2", "<eos>"), ("Llama", "<pad>"), ("Bert", "<pad>")])

@@ -15,6 +15,7 @@ from harness import ROOT, once
 from helpers import log, weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
+from algos.sft import draw_rows
 from benchmarks.tasks import pretrained
 
 pytestmark = pytest.mark.pretrained
@@ -51,11 +52,9 @@ def run(algo, run_dir, *more):
     return log(run_dir)
 
 
-def first_rows(algo, rows, size=6):
+def first_rows(rows):
     """The rows of the first optimizer step, with the default seed."""
-    from algos.sft import draw_rows
-
-    return [rows[place] for place in draw_rows(1, len(rows), 0, size)]
+    return [rows[place] for place in draw_rows(1, len(rows), 0, 6)]
 
 
 @torch.no_grad()
@@ -75,12 +74,12 @@ def test_what_words_explain():
 def test_first_losses_are_those_of_plain_forward_passes(folder, tmp_path):
     lm = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = first_rows("sft", pretrained.best_reviews())
+    rows = first_rows(pretrained.best_reviews())
     expected = torch.cat([nll(lm, tokenizer, row["prompt"], row["completion"]) for row in rows]).mean()
     for packing in "--packing", "--no-packing":
         first, *_ = run("sft", tmp_path / f"sft{packing}", packing)
         assert first["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
-    rows = first_rows("dpo", pretrained.review_pairs())
+    rows = first_rows(pretrained.review_pairs())
     chosen = torch.cat([nll(lm, tokenizer, row["prompt"], row["chosen"]) for row in rows])
     first, *_ = run("dpo", tmp_path / "dpo")
     assert first["train/nll"] == pytest.approx(chosen.mean().item(), rel=1e-5)
@@ -93,7 +92,7 @@ def test_the_first_loss_of_a_reward_model(folder, tmp_path):
     lm = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/hf_model").double()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf_model")
     losses = []
-    for row in first_rows("reward", pretrained.review_pairs()):
+    for row in first_rows(pretrained.review_pairs()):
         scores = []
         for side in ("chosen", "rejected"):
             ids = [*tokenizer(row["prompt"] + row[side])["input_ids"], tokenizer.eos_token_id]

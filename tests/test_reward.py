@@ -51,11 +51,11 @@ def encode(rows, tokenizer):
     return reward.encode_texts(rows, tokenizer, 99, "--dataset")[1]
 
 
-def alone(lm, ids):
+def alone(lm, ids, label=0):
     """The score of one row without padding, read by transformers at its last token."""
     lm.config.pad_token_id = None
     with torch.no_grad():
-        return float(lm(input_ids=torch.tensor([ids])).logits[0, 0])
+        return float(lm(input_ids=torch.tensor([ids])).logits[0, label])
 
 
 def all_alone(lm, pairs):
@@ -164,10 +164,9 @@ def trained(request, tmp_path_factory, build_model):
     folder = tmp_path_factory.mktemp(family)
     tokenizer = randomwalks.tokenizer()
     tokenizer.pad_token = pad
-    tokenizer.save_pretrained(folder)
-    build_model(family, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
+    model = save(folder, build_model(family, pad_token_id=tokenizer.pad_token_id), tokenizer)
     flags = {"eval_dataset": PAIRS, "eval_every": 1, "micro_batch_size": 2}
-    _, run_dir = run_reward(str(folder), folder / "run", **flags)
+    _, run_dir = run_reward(model, folder / "run", **flags)
     assert (run_dir / "hf_model_best/model.safetensors").exists()
     return run_dir, pad
 
@@ -278,13 +277,12 @@ def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
 
 
 def test_only_the_head_and_the_top_blocks_move(gpt2_dir, bert_dir, tmp_path):
-    for number, (folder, unfrozen, names) in enumerate(
-        (
-            (gpt2_dir, 0, r"^score\.weight$"),
-            (gpt2_dir, 1, r"^score\.weight$|\.h\.1\.|\.ln_f\."),
-            (bert_dir, 0, r"^classifier\.(weight|bias)$"),
-        )
-    ):
+    moving = [
+        (gpt2_dir, 0, r"^score\.weight$"),
+        (gpt2_dir, 1, r"^score\.weight$|\.h\.1\.|\.ln_f\."),
+        (bert_dir, 0, r"^classifier\.(weight|bias)$"),
+    ]
+    for number, (folder, unfrozen, names) in enumerate(moving):
         flags = {"num_layers_unfrozen": unfrozen, "weight_decay": 0.1, "center_coef": 0.1}
         _, run_dir = run_reward(folder, tmp_path / f"{number}", **flags)
         before = load(folder)[0].state_dict()

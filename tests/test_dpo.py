@@ -296,26 +296,11 @@ def test_at_the_start_the_loss_is_ln_2_and_rewards_are_0(bf16, gpt2_dir, tmp_pat
 
 def test_a_kept_reference_is_released(monkeypatch, gpt2_dir, tmp_path):
     """After its pass nothing holds the second model, so its memory is free while the policy trains."""
-    made = recorded(monkeypatch, dpo, "make_reference")
-    alive = []
-
-    def stepping(*args, **numbers):
-        alive.append(references[0]() is not None)
-
-    references = []
-    prepare = dpo.prepare
-
-    def preparing(*args):
-        references.append(weakref.ref(made.pop()[1]))
-        return prepare(*args)
-
-    monkeypatch.setattr(dpo, "require_finite", stepping)
-    monkeypatch.setattr(dpo, "prepare", preparing)
+    made = recorded(monkeypatch, dpo, "make_reference", weakref.ref)
+    steps = recorded(monkeypatch, dpo, "require_finite", lambda _: made[-1][1]() is not None)
     for kept in (True, False):
-        references.clear()
-        alive.clear()
         run_dpo(gpt2_dir, tmp_path / f"run-{kept}", ref_model=gpt2_dir, precompute_ref=kept)
-        assert alive == [not kept] * 3
+    assert [is_alive for _, is_alive in steps] == [False] * 3 + [True] * 3
 
 
 def test_one_object_as_policy_and_reference(build_model, letters, tmp_path):

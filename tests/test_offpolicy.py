@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import close, log, random, rolled, tensor
+from helpers import close, log, random, recorded, rolled, tensor
 from test_grpo import ADVANTAGES, LENGTHS, MASK, NEW, OLD, args_of, losses_of, run_grpo, table
 from test_rollouts import once, run
 
@@ -112,17 +112,14 @@ def test_the_loss_is_the_slow_definition(monkeypatch, correction):
     gradient, slow = (torch.autograd.grad(each, new)[0] for each in (loss, expected))
     close(gradient, slow)
     count = sum(LENGTHS)
-    assert terms["mismatch/kl"].item() == pytest.approx(sum(kl) / count, rel=1e-12)
-    assert terms["mismatch/ratio"].item() == pytest.approx(sum(ratios) / count, rel=1e-12)
-    assert terms["mismatch/ratio_squared"].item() == pytest.approx(sum(r * r for r in ratios) / count, rel=1e-12)
-    assert terms["mismatch/limited"].item() == pytest.approx(num_limited / count, rel=1e-12)
+    sums = {"kl": sum(kl), "ratio": sum(ratios), "ratio_squared": sum(r * r for r in ratios), "limited": num_limited}
+    for name, value in sums.items():
+        assert terms[f"mismatch/{name}"].item() == pytest.approx(value / count, rel=1e-12)
     assert num_limited or correction == "none"
 
 
-def stale_run(model, run_dir, **flags):
-    options = {"age": flags.pop("age", 0), "precision": flags.pop("precision", None)}
-    options["handed"] = flags.pop("handed", True)
-    flags = {"total_episodes": 84, "rollout": partial(stale.episode, **options)} | flags
+def stale_run(model, run_dir, age=0, handed=True, **flags):
+    flags = {"total_episodes": 84, "rollout": partial(stale.episode, age=age, handed=handed)} | flags
     return log(run_grpo(model, run_dir, **flags)[1])
 
 
@@ -249,18 +246,13 @@ def test_a_function_gets_merged_adapters(gpt2_dir, tmp_path):
 def test_a_function_computes_in_its_own_precision(monkeypatch, gpt2_dir, tmp_path, bf16):
     """Autocast is for `sample` alone. The model has adapters in float32, which nothing has rounded yet."""
     found = []
-    sample = own_rollouts.sample
-
-    def noted(*args, **options):
-        found.append(torch.is_autocast_enabled("cpu"))
-        return sample(*args, **options)
+    sampled = recorded(monkeypatch, own_rollouts, "sample", lambda _: torch.is_autocast_enabled("cpu"))
 
     def engine(sample, prompt_ids, model):
         found.append(torch.is_autocast_enabled("cpu"))
         found.append({weight.dtype for weight in model.parameters()} == {torch.float32})
         return once(sample, prompt_ids)
 
-    monkeypatch.setattr(own_rollouts, "sample", noted)
     flags = {"dtype": "float32", "rollout": engine, "lora_r": 2, "total_episodes": 12}
     run("grpo", gpt2_dir, tmp_path / "run", **flags, **bf16)
-    assert found == [False, True, True]
+    assert found == [False, True] and [is_on for _, is_on in sampled] == [True]

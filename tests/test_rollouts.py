@@ -13,7 +13,8 @@ import pytest
 import torch
 from harness import ROOT, launch, lines, torchrun
 from helpers import EOS, answer, close, log, recorded, rolled, samples, trained_ids, turn, user, weights, write
-from test_invariants import PROMPTS
+from test_grpo import run_grpo
+from test_invariants import PROMPTS, run_ppo
 from test_rows import TOOLS, TURN_END, build_tokenizer
 
 from algos import grpo, ppo
@@ -62,15 +63,10 @@ def vowels(outputs, output_ids, **columns):
 
 
 def run(algo, model, run_dir, **flags):
-    settings = {
-        "dataset": [{"prompt": p} for p in PROMPTS], "reward": vowels, "dtype": "float64", "eval_every": 0,
-        "total_episodes": 24, "rollout_batch_size": 12, "batch_size": 6, "micro_batch_size": 6, "ppo_epochs": 2,
-        "max_new_tokens": 9, "lr": 1e-2, "kl_coef": 0.1, "save_every": 2, "threads": 1, "adam_eps": 1e-6,
-        "rollout": tool,
-    }  # fmt: skip
-    settings |= {"group_size": 3} if algo == "grpo" else {"vf_coef": 1.0}
-    script = NAMED[algo]
-    return script.main(script.Args(model=model, run_dir=str(run_dir), **settings | flags))[1]
+    settings = {"rollout": tool, "reward": vowels, "total_episodes": 24, "rollout_batch_size": 12, "batch_size": 6}
+    settings |= {"micro_batch_size": 6, "ppo_epochs": 2, "max_new_tokens": 9, "temperature": 1.0, "kl_coef": 0.1}
+    start = run_ppo if algo == "ppo" else run_grpo
+    return start(model, run_dir, **settings | {"save_every": 2, "adam_eps": 1e-6} | flags)[1]
 
 
 both = pytest.mark.parametrize("algo", NAMED)

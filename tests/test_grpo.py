@@ -119,7 +119,6 @@ def test_k3_is_that_of_ppo():
     kl = grpo.kl_k3(new, ref)
     assert torch.equal(kl, ppo.kl_penalty(new, ref, "k3"))
     assert (kl > 0).all() and not grpo.kl_k3(new, new).any()
-    close(grpo.kl_k3(tensor(-1.0, -1.5), tensor(-1.5, -1.0)), [0.106530659712633, 0.148721270700128])
     tiny = grpo.kl_k3(tensor(-2.0), tensor(-2.0 + 1e-7))
     close(tiny, [5e-15], 1e-20)  # exp(x) - 1 would leave nothing but rounding
 
@@ -135,8 +134,8 @@ def test_weights_by_hand():
 # but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
 # micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
 # loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
-# the log-probabilities of the 17 tokens. use_bias_correction_kl was off, but on in the rows of UNBIASED. The weights of
-# cispo are at most 1.2, TRL's epsilon_high, and at least 0.
+# the log-probabilities of the 17 tokens. use_bias_correction_kl was on in the rows of grpo alone. The weights of cispo
+# are at most 1.2, TRL's epsilon_high, and at least 0.
 GOLDEN = [
     ("dapo", "token", 0.1, 0.4, 0.1, "token", 0.1273940470270123, [
         -0.00158862101866, 0.0722659725936, 0.0025428052026, -0.0343125648883, -0.0327959598684, -0.0412562473175,
@@ -148,9 +147,6 @@ GOLDEN = [
         -0.0246862591685, 0.0535766406579, 0.0901346101903, 0.0612501748842, 0.0864729384797, 0.0538339123074,
         0.0860799734301, 0.0656289675924, -0.0731363819572, -0.144575586975, -0.0820845520721,
     ]),
-]  # fmt: skip
-
-UNBIASED = [
     ("grpo", "token", 0.2, 0.28, 0.04, "sequence", -0.3787957138375138, [
         -0.00313942667752, 0.123374856325, 0.00149846368789, -0.0293949776432, -0.0241262525258, -0.0323425166302,
         -0.0215846423079, -0.000398790720521, 0.0507631473429, 0.029073210566, 0.0480124485516, 0.0288878840323,
@@ -203,11 +199,11 @@ def losses_of(monkeypatch, new, args, **columns):
     return loss, sums
 
 
-@pytest.mark.parametrize("golden", GOLDEN + UNBIASED, ids=lambda golden: "-".join(map(str, golden[:5])))
+@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: "-".join(map(str, golden[:5])))
 def test_losses_are_those_of_trl(monkeypatch, golden):
     kind, level, low, high, beta, loss_mean, value, gradient = golden
     flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
-    flags["unbiased_kl"] = golden in UNBIASED
+    flags["unbiased_kl"] = kind == "grpo"
     flags["policy_loss"] = "cispo" if kind == "cispo" else "clip"
     new = NEW.clone().requires_grad_()
     loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, ppo_epochs=2, **flags))

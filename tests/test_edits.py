@@ -44,10 +44,8 @@ def ask(source, folder):
     (folder / "mine.py").write_text(source)
     command = [sys.executable, "-m", "pytest", f"--script={folder}/mine.py", "-n0", "-vv"]  # pyproject.toml has a -q
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = {"FAILED": set(), "PASSED": set()}
-    for name, word in re.findall(r"::(\w+)\S* (FAILED|PASSED)", result.stdout):
-        found[word].add(name)
-    return found["FAILED"], found["PASSED"], result.stdout
+    failed, passed = ({*re.findall(rf"::(\w+)\S* {word}", result.stdout)} for word in ("FAILED", "PASSED"))
+    return failed, passed, result.stdout
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

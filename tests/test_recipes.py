@@ -1,6 +1,5 @@
 """The recipes of algos/README.md apply to their scripts, and its rollouts run: `pytest tests/test_recipes.py`"""
 
-import importlib.util
 import re
 import sys
 
@@ -10,6 +9,7 @@ from helpers import log, recorded, rolled, samples, weights
 
 from algos import grpo
 from common.cli import parse
+from common.functions import import_file
 
 TEXT = (ROOT / "algos/README.md").read_text()
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, flags=re.S)
@@ -44,10 +44,7 @@ def load(tmp_path):
         (tmp_path / "algos").mkdir(exist_ok=True)
         path = tmp_path / "algos/changed.py"
         path.write_text(changed(recipe, script))
-        spec = importlib.util.spec_from_file_location("changed", path)
-        sys.modules["changed"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return import_file(path, path.read_bytes())
 
     return load_changed
 
@@ -227,7 +224,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
 
 
 @pytest.mark.pretrained
-def test_tasks_of_reasoning_gym(monkeypatch):
+def test_tasks_of_reasoning_gym():
     """Every right answer gets the whole score, another text none."""
     module = named("my_gym.py")
     for task in "chain_sum", "basic_arithmetic", "spell_backward", "arc_agi":

@@ -22,7 +22,6 @@ from common.errors import NotFinite
 from common.lm import sampling
 from common.lm.evaluation import respond, text_arguments
 from common.lm.sampling import add_ids, draw, have_ended, sample
-from common.lm.sampling import uniforms as keyed_uniforms
 from common.lm.structure import as_decoder
 from common.lm.tokens import decode, stopped, texts_behind
 
@@ -43,16 +42,13 @@ def build_any(kind, build_model):
         return tf.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
 
 
-def grid(n=GRID):
+def grid(n):
     return (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
 
-def drawn(logits, *options, uniforms=None):
-    """Ids that `draw` gives over a grid of uniforms, and the frequency of each token."""
-    if uniforms is None:
-        uniforms = grid()
-    ids = draw(logits.expand(len(uniforms), -1), uniforms, *options)
-    return ids, torch.bincount(ids, minlength=logits.shape[-1]).double() / len(uniforms)
+def drawn(logits, uniforms, *options):
+    """Ids that `draw` gives, one for each of the uniforms."""
+    return draw(logits.expand(len(uniforms), -1), uniforms, *options)
 
 
 LOGITS = torch.from_numpy(np.random.default_rng(0).normal(size=11) * 2)
@@ -86,7 +82,8 @@ def test_draws_follow_softmax(temperature, k, p):
         kept.append(likeliest[len(kept)])
     expected = torch.zeros(11, dtype=torch.float64)
     expected[kept] = probs[kept] / probs[kept].sum()
-    ids, frequency = drawn(LOGITS, temperature, k, p)
+    ids = drawn(LOGITS, grid(GRID), temperature, k, p)
+    frequency = torch.bincount(ids, minlength=11).double() / GRID
     assert (frequency - expected).abs().max() < 1 / GRID
     assert (ids.diff() >= 0).all()  # inverse CDF: in the order of the vocabulary
 
@@ -99,10 +96,8 @@ def test_zero_probability_is_never_drawn(allowed, dtype):
     logits[allowed] = LOGITS[allowed].to(dtype)
     edges = torch.tensor([0.0, 5e-324, 2**-53, 0.5, 1 - 2**-24, np.nextafter(1.0, 0.0)], dtype=torch.float64)
     for options in ((0.7,), (1.0, 5), (1.0, 0, 0.9), (0.3, 3, 0.5)):
-        ids, _ = drawn(logits, *options, uniforms=torch.cat([edges, grid(101)]))
-        assert set(ids.tolist()) <= set(allowed)
-    ids, _ = drawn(logits, 1.0, uniforms=edges[[0, -1]])
-    assert ids.tolist() == [min(allowed), max(allowed)]
+        assert set(drawn(logits, torch.cat([edges, grid(101)]), *options).tolist()) <= set(allowed)
+    assert drawn(logits, edges[[0, -1]], 1.0).tolist() == [min(allowed), max(allowed)]
 
 
 def slow_draw(logits, u, temperature):
@@ -174,11 +169,10 @@ def test_rollouts_are_the_slow_loop(build_model, letters, accelerator, kind, lea
         pad_is_eos(letters)
     plain = build_any(kind, build_model)
     lm = as_decoder(copy.deepcopy(plain)) if kind == "t5" else plain
-    random = np.random.default_rng(0)
-    queries = [random.integers(0, 21, length).tolist() for length in (5, 1, 3, 11, 2, 7, 1)]
+    queries = prompts(5, 1, 3, 11, 2, 7, 1)
 
     def wholes(name, number):
-        draws = keyed_uniforms(1, name, number, list(range(7)), 13)
+        draws = sampling.uniforms(1, name, number, list(range(7)), 13)
         return [slow_sample(plain, query, row, 0.7) for query, row in zip(queries, draws, strict=True)]
 
     whole = wholes("rollout", 2)

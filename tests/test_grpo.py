@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
+from harness import ROOT, lines
 from helpers import close, lines_of, log, random, recorded, rolled, tensor, trained_ids, weights
 from test_invariants import PROMPTS, adamw, slow_step, vowels
 
@@ -132,32 +133,12 @@ def test_weights_by_hand():
 
 # GRPOTrainer._compute_loss of TRL 1.16 (trl/trainer/grpo_trainer.py, tag v1.16.0), called on an object that has nothing
 # but the attributes it reads: `_get_per_token_logps_and_entropies` returns the table below, float64, one process, one
-# micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. Columns:
-# loss_type, importance_sampling_level, epsilon, epsilon_high, beta; our --loss-mean; loss; its gradient with respect to
-# the log-probabilities of the 17 tokens. use_bias_correction_kl was on in the rows of grpo alone. The weights of cispo
-# are at most 1.2, TRL's epsilon_high, and at least 0.
-GOLDEN = [
-    ("dapo", "token", 0.1, 0.4, 0.1, "token", 0.1273940470270123, [
-        -0.00158862101866, 0.0722659725936, 0.0025428052026, -0.0343125648883, -0.0327959598684, -0.0412562473175,
-        -0.0246862591685, -0.00334960765384, 0.105123727347, 0.00235996088703, 0.097922744459, -0.00720273705872,
-        0.0939426468623, 0.00226422192978, -0.0731363819572, -0.00339911638654, -0.0820845520721,
-    ]),
-    ("cispo", "token", 1.0, 0.2, 0.1, "token", -0.10490063303406753, [
-        -0.10747097396, 0.0521305220393, 0.0317364931964, -0.0343125648883, -0.0327959598684, -0.0402820702584,
-        -0.0246862591685, 0.0535766406579, 0.0901346101903, 0.0612501748842, 0.0864729384797, 0.0538339123074,
-        0.0860799734301, 0.0656289675924, -0.0731363819572, -0.144575586975, -0.0820845520721,
-    ]),
-    ("grpo", "token", 0.2, 0.28, 0.04, "sequence", -0.3787957138375138, [
-        -0.00313942667752, 0.123374856325, 0.00149846368789, -0.0293949776432, -0.0241262525258, -0.0323425166302,
-        -0.0215846423079, -0.000398790720521, 0.0507631473429, 0.029073210566, 0.0480124485516, 0.0288878840323,
-        0.0462098678177, 0.0312558078612, -0.084364897425, -0.00210639227023, -0.0865337186812,
-    ]),
-    ("grpo", "sequence", 0.05, 0.3, 0.04, "sequence", -0.4350174182805636, [
-        -0.00313942667752, 0.078241787439, 0.0806291775006, -0.0255361699063, -0.0278167570817, -0.0274912260973,
-        -0.0253143791302, 0.0357109232759, 0.0367451367065, 0.0368358991329, 0.0360236649803, 0.034951727984,
-        0.0359462377298, 0.0368170353581, -0.117492150962, -0.119623580869, -0.121035867845,
-    ]),
-]  # fmt: skip
+# micro-batch, training mode, no entropy bonus, max_completion_length 11, num_items_in_batch all 17 tokens. A row has
+# our flags, those of TRL, the loss and its gradient with respect to the log-probabilities of the 17 tokens; the rows
+# with a --correction are those of test_offpolicy.py. The weights of cispo are at most 1.2, TRL's epsilon_high, and at
+# least 0.
+GOLDEN = lines(ROOT / "tests/golden/trl.jsonl")
+PLAIN = [row for row in GOLDEN if "correction" not in row["flags"]]
 
 
 def table(a, b, c, scale, shift):
@@ -199,23 +180,20 @@ def losses_of(monkeypatch, new, args, **columns):
     return loss, sums
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: "-".join(map(str, golden[:5])))
-def test_losses_are_those_of_trl(monkeypatch, golden):
-    kind, level, low, high, beta, loss_mean, value, gradient = golden
-    flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
-    flags["unbiased_kl"] = kind == "grpo"
-    flags["policy_loss"] = "cispo" if kind == "cispo" else "clip"
+@pytest.mark.parametrize("row", PLAIN, ids=lambda row: "-".join(map(str, row["trl"].values())))
+def test_losses_are_those_of_trl(monkeypatch, row):
+    args = args_of(max_new_tokens=11, ppo_epochs=2, **row["flags"])
     new = NEW.clone().requires_grad_()
-    loss, terms = losses_of(monkeypatch, new, args_of(max_new_tokens=11, ppo_epochs=2, **flags))
-    assert loss.item() == pytest.approx(value, rel=1e-9)
+    loss, terms = losses_of(monkeypatch, new, args)
+    assert loss.item() == pytest.approx(row["loss"], rel=1e-9)
     loss.backward()
-    close(new.grad[MASK], gradient, 1e-9)
+    close(new.grad[MASK], row["gradient"], 1e-9)
     assert not new.grad[~MASK].any()
-    total = terms["loss/policy"] + beta * terms.get("loss/kl", 0)
-    assert total.item() == pytest.approx(value, rel=1e-9)
-    if kind == "cispo":  # whatever the sign of the advantage
+    total = terms["loss/policy"] + args.kl_coef * terms.get("loss/kl", 0)
+    assert total.item() == pytest.approx(row["loss"], rel=1e-9)
+    if args.policy_loss == "cispo":  # whatever the sign of the advantage
         ratio = (NEW - OLD)[MASK].exp()
-        share = ((ratio < 1 - low) | (ratio > 1 + high)).double().mean().item()
+        share = ((ratio < 1 - args.cliprange) | (ratio > 1 + args.cliprange_high)).double().mean().item()
         assert terms["policy/clipfrac"] == pytest.approx(share) and share > 0
 
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import close, log, random, recorded, rolled, tensor
-from test_grpo import ADVANTAGES, LENGTHS, MASK, NEW, OLD, args_of, losses_of, run_grpo, table
+from test_grpo import ADVANTAGES, GOLDEN, LENGTHS, MASK, NEW, OLD, args_of, losses_of, run_grpo, table
 from test_rollouts import once, run
 
 from algos import grpo
@@ -41,45 +41,19 @@ def test_weights_by_hand():
     assert grpo.sequence_means(log_ratio[:0], []).shape == (0,)
 
 
-# As GOLDEN of test_grpo.py, with the lines of GRPOTrainer._generate_and_score_completions (v1.16.0) that make
-# `importance_sampling_ratio` of OLD and SAMPLER. Columns: loss_type, importance_sampling_level, epsilon, epsilon_high,
-# beta, vllm_importance_sampling_mode and _clip_max; our flags; loss; its gradient. TRL raises an error for a
-# token_truncate without a limit: 1e9 stands for none. The weights of cispo as in test_grpo.py.
-GOLDEN = [
-    ("grpo", "token", 0.2, None, 0.0, "token_truncate", 1.5, "truncate", "sequence", -0.29884695156706564, [
-        0.0, 0.06299521192083, 0.0, -0.03166575963853, -0.03428243705687, 0.0, -0.03295774517861, 0.0, 0.03092594324611,
-        0.04238199037782, 0.05642650635153, 0.02220285367475, 0.07001423350055, 0.01548152800388, -0.127530523732, 0.0,
-        -0.1278169599234,
-    ]),
-    ("dapo", "token", 0.1, 0.4, 0.1, "token_mask", 1.5, "mask", "token", 0.1676676889395717, [
-        -0.001588621018659, 0.03624535258097, 0.002542805202597, -0.03671757481779, -0.005907773941395,
-        -0.02614883369931, 0.001162952736279, -0.003349607653839, 0.06557037569705, 0.002359960887031, 0.1144098633211,
-        -0.007202737058722, -0.002155320687498, 0.002264221929776, 0.001881573179311, -0.003399116386537,
-        -0.006898105058356,
-    ]),
-    ("grpo", "sequence", 0.05, 0.3, 0.0, "sequence_mask", 2.2, "sequence-mask", "sequence", 0.40852053002541566, [
-        0.0, 0.09618801724883, 0.09618801724883, 0.0, 0.0, 0.0, 0.0, 0.07283691968688, 0.07283691968688,
-        0.07283691968688, 0.07283691968688, 0.07283691968688, 0.07283691968688, 0.07283691968688, 0.0, 0.0, 0.0,
-    ]),
-    ("cispo", "token", 1.0, 0.2, 0.1, "token_truncate", 1e9, "decoupled", "token", -0.2379231606407273, [
-        -0.08132996281425, 0.02603498262668, 0.07306846521773, -0.03671757481779, -0.04900112635184, -0.02558044621175,
-        -0.06136553749444, 0.1313487916434, 0.05632476256704, 0.08961699990019, 0.101066350941, 0.03850902050693,
-        0.1847370199153, 0.03413795605541, -0.1269203726314, -0.08215331136141, -0.1910227708005,
-    ]),
-]  # fmt: skip
+# For these rows, the lines of GRPOTrainer._generate_and_score_completions (v1.16.0) made `importance_sampling_ratio` of
+# OLD and SAMPLER. TRL raises an error for a token_truncate without a limit: 1e9 stands for none.
+CORRECTED = [row for row in GOLDEN if "correction" in row["flags"]]
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: golden[7])
-def test_corrections_are_those_of_trl(monkeypatch, golden):
-    kind, level, low, high, beta, _, limit, correction, loss_mean, value, gradient = golden
-    flags = {"ratio_level": level, "cliprange": low, "cliprange_high": high, "kl_coef": beta, "loss_mean": loss_mean}
-    flags |= {"policy_loss": "cispo" if kind == "cispo" else "clip", "correction": correction}
-    args = args_of(max_new_tokens=11, ppo_epochs=2, correction_limit=limit, **flags)
+@pytest.mark.parametrize("row", CORRECTED, ids=lambda row: row["flags"]["correction"])
+def test_corrections_are_those_of_trl(monkeypatch, row):
+    args = args_of(max_new_tokens=11, ppo_epochs=2, **row["flags"])
     new = NEW.clone().requires_grad_()
     loss, _ = losses_of(monkeypatch, new, args, sampler_logprobs=COLUMN)
-    assert loss.item() == pytest.approx(value, rel=1e-12)
+    assert loss.item() == pytest.approx(row["loss"], rel=1e-12)
     loss.backward()
-    close(new.grad[MASK], gradient)
+    close(new.grad[MASK], row["gradient"])
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

@@ -100,7 +100,6 @@ def example(title):
 
 
 GRPO = "GRPOTrainer (TRL 1.16)"
-TRLX = "A config and trlx.train"
 
 
 def test_our_score_compares_numbers():
@@ -121,7 +120,7 @@ def test_our_script_of_an_example_runs(build_model, tmp_path, monkeypatch):
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     save("gpt2", build_model(vocab_size=len(tokenizer), n_layer=3, n_positions=300, **special), tokenizer)
     write("prompts.jsonl", [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(9)])
-    _, files = example(TRLX)
+    _, files = example("A config and trlx.train")
     Path("my_reward.py").write_text(example(GRPO)[1]["my_reward.py"])
     Path("my_ppo.py").write_text(files["my_ppo.py"].replace("episodes=12800", "episodes=128, threads=1"))
     names = runpy.run_path("my_ppo.py")

@@ -130,8 +130,7 @@ def test_the_sampler_has_the_weights_of_so_many_iterations_ago(monkeypatch, gpt2
         return result
 
     monkeypatch.setattr(grpo, "rollout", noted)
-    options = {"handed": False} if age is None else {"age": age}
-    records = stale_run(gpt2_dir, tmp_path / "run", **options)
+    records = stale_run(gpt2_dir, tmp_path / "run", age=age or 0, handed=age is not None)
     lm, _ = load_model(args_of(dtype="float64"), gpt2_dir)
     distances = []
     for number, (_, episodes) in enumerate(weights):

@@ -15,7 +15,6 @@ from test_invariants import run_ppo
 from test_models import more_vowels
 from test_reward import alone, reward_args
 from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from algos import ppo
@@ -87,7 +86,7 @@ def ragged(rows, seed):
     """Scores (rows, 7), some a number per token; their mask; which were cut; where the last token is."""
     random = np.random.default_rng(seed)
     mask = torch.arange(7) < torch.from_numpy(random.integers(1, 8, (rows, 1)))
-    last = mask & ~F.pad(mask[:, 1:], (0, 1))
+    last = mask & ~nn.functional.pad(mask[:, 1:], (0, 1))
     x = torch.from_numpy(random.normal(2, 3, (rows, 7)))
     is_dense = torch.arange(rows)[:, None] % 2 == 1
     scores = torch.where(torch.where(is_dense, mask, last), x, 0.0)

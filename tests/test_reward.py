@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from helpers import EOS, PAD, TEMPLATE, add_specials, answer, encoded, log, samples, save, tensor, user
 from test_models import reload
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from algos import ppo, reward
 from benchmarks.tasks import randomwalks
@@ -75,7 +74,7 @@ def bert_dir(tmp_path_factory):
     tokenizer = randomwalks.tokenizer()
     tokenizer.eos_token = None
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, pad_token_id=PAD)
+    config = BertConfig(**SIZES, pad_token_id=PAD)
     return save(folder, AutoModelForSequenceClassification.from_config(config), tokenizer)
 
 
@@ -271,7 +270,7 @@ def test_the_head_is_keyed_by_the_seed(gpt2_dir):
 
 
 def test_the_bias_of_a_head_begins_at_zero(bert_dir, tmp_path):
-    encoder = transformers.BertForMaskedLM.from_pretrained(bert_dir)
+    encoder = BertForMaskedLM.from_pretrained(bert_dir)
     lm, _, new = load(save(tmp_path, encoder, AutoTokenizer.from_pretrained(bert_dir)))
     assert new and lm.classifier.weight.all() and not lm.classifier.bias.any()
 

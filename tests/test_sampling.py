@@ -46,11 +46,6 @@ def grid(n):
     return (torch.arange(n, dtype=torch.float64) + 0.5) / n
 
 
-def drawn(logits, uniforms, *options):
-    """Ids that `draw` gives, one for each of the uniforms."""
-    return draw(logits.expand(len(uniforms), -1), uniforms, *options)
-
-
 LOGITS = torch.from_numpy(np.random.default_rng(0).normal(size=11) * 2)
 
 
@@ -82,7 +77,7 @@ def test_draws_follow_softmax(temperature, k, p):
         kept.append(likeliest[len(kept)])
     expected = torch.zeros(11, dtype=torch.float64)
     expected[kept] = probs[kept] / probs[kept].sum()
-    ids = drawn(LOGITS, grid(GRID), temperature, k, p)
+    ids = draw(LOGITS.expand(GRID, -1), grid(GRID), temperature, k, p)
     frequency = torch.bincount(ids, minlength=11).double() / GRID
     assert (frequency - expected).abs().max() < 1 / GRID
     assert (ids.diff() >= 0).all()  # inverse CDF: in the order of the vocabulary
@@ -95,9 +90,11 @@ def test_zero_probability_is_never_drawn(allowed, dtype):
     logits = torch.full((11,), -math.inf, dtype=dtype)
     logits[allowed] = LOGITS[allowed].to(dtype)
     edges = torch.tensor([0.0, 5e-324, 2**-53, 0.5, 1 - 2**-24, np.nextafter(1.0, 0.0)], dtype=torch.float64)
+    everywhere = torch.cat([edges, grid(101)])
     for options in ((0.7,), (1.0, 5), (1.0, 0, 0.9), (0.3, 3, 0.5)):
-        assert set(drawn(logits, torch.cat([edges, grid(101)]), *options).tolist()) <= set(allowed)
-    assert drawn(logits, edges[[0, -1]], 1.0).tolist() == [min(allowed), max(allowed)]
+        ids = draw(logits.expand(len(everywhere), -1), everywhere, *options)
+        assert set(ids.tolist()) <= set(allowed)
+    assert draw(logits.expand(2, -1), edges[[0, -1]], 1.0).tolist() == [min(allowed), max(allowed)]
 
 
 def slow_draw(logits, u, temperature):

@@ -90,7 +90,8 @@ FAMILIES = {
 # Learned positions, rotary ones in a mixture of experts, sliding windows, and recurrent models, with and without masks.
 DEFAULT = {"opt", "qwen3_moe", "gemma2", "mamba", "rwkv"}
 MATRICES_OF_ONES = {"mamba", "rwkv"}  # which are built with weights that give every row the same logits
-READS_PADDING = {"rwkv"}
+READ_MASKS = [name for name in FAMILIES if name != "rwkv"]
+MIXTURES = ["qwen3_moe", "llama4", "deepseek_v3", "gpt_oss", "granite_hybrid"]
 TABLE = Path(__file__).parents[1] / "algos/ARCHITECTURES.md"
 
 TEXTS = [("b", "cda"), ("cde", "fgfcq"), ("fg", ""), ("hijkl", "mnopa"), ("m", "hij")]
@@ -100,11 +101,8 @@ PAIRS = [{"prompt": p, "chosen": c, "rejected": c[:1] + "utsrq"[: 4 - i]} for i,
 
 def marked(families):
     """Parameters of a test: those outside of DEFAULT are slow."""
-    parameters = []
-    for name in families:
-        marks = [] if name in DEFAULT else [pytest.mark.slow]
-        parameters.append(pytest.param(name, marks=marks))
-    return parameters
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in families if name not in DEFAULT]
+    return [*(name for name in families if name in DEFAULT), *slow]
 
 
 @pytest.fixture(scope="module", params=marked(FAMILIES))
@@ -178,12 +176,13 @@ def cell(family, record_property):
 
 @pytest.fixture
 def attempt(run, cell, folder):
-    """attempt(script, **flags): [what run returns], or [] where the script refuses the model as the table says."""
+    """attempt(script, **flags): [what run returns but the output], or [] where the script refuses the model as the
+    table says, which also knows why lines are not packed."""
 
     def main(script, **flags):
         name = script.__name__.rpartition(".")[2]
         try:
-            result = run(script, **flags)
+            *result, text = run(script, **flags)
         except InputError as error:
             reason = str(error).removeprefix(f"--model {folder}").lstrip(": ")
             if "Unrecognized configuration class" in reason:
@@ -191,15 +190,12 @@ def attempt(run, cell, folder):
             cell(name, reason)
             return []
         cell(name, "yes")
+        if script in (sft, dpo, reward):
+            found = re.search("^--packing is off: (.*)", text, re.MULTILINE)
+            cell("--packing", found[1] if found else "yes")
         return [result]
 
     return main
-
-
-def said(text, start):
-    """What a line of the output says behind start, or yes without such a line."""
-    found = re.search(f"^{re.escape(start)}(.*)", text, re.MULTILINE)
-    return found[1] if found else "yes"
 
 
 @torch.no_grad()
@@ -275,12 +271,14 @@ def test_the_structure_says_what_the_model_computes(folder, cell):
 
 # Families whose layers are not torch's attention over a plain cache: they take the plain loop.
 PLAIN_LOOP = {"gemma4_shared", "llama4", "qwen3_5", "falcon_h1", "granite_hybrid", "lfm2", "mamba"}
-FLOAT32 = {"llama4", "qwen3_moe", "gpt_oss", "granite_hybrid", "deepseek_v3"}  # products of experts
 
 
-def queries_of(lengths, words=21):
+def call_of(lm, tokenizer, lengths, limits):
+    """Arguments of `sample`: random queries of these lengths, and draws."""
     random = torch.Generator().manual_seed(0)
-    return [torch.randint(0, words, (length,), generator=random).tolist() for length in lengths]
+    queries = [torch.randint(0, 21, (length,), generator=random).tolist() for length in lengths]
+    draws = torch.rand(len(limits), max(limits), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return lm, tokenizer, queries, draws, limits
 
 
 CASES = {  # lengths of queries, limits, options
@@ -294,17 +292,16 @@ CASES = {  # lengths of queries, limits, options
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("family", marked(name for name in FAMILIES if name not in READS_PADDING), indirect=True)
+@pytest.mark.parametrize("family", marked(READ_MASKS), indirect=True)
 def test_passes_as_graphs_draw_the_ids_of_the_plain_loop(family, folder, attention, monkeypatch):
+    """In float64, but for products of experts and for eager attention, which gives NaN of padding there."""
     lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
-    if family not in FLOAT32 and lm.config._attn_implementation == "sdpa":  # eager attention to padding gives NaN there
+    if family not in MIXTURES and lm.config._attn_implementation == "sdpa":
         lm.double()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for name, (lengths, limits, options) in CASES.items():
         lm.generation_config.eos_token_id = [3, 7, 22] if name == "ends" else [99]  # 99: none of the tokens
-        queries = queries_of(lengths)
-        draws = torch.rand(len(queries), max(limits), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        call = (lm, tokenizer, queries, draws, limits)
+        call = call_of(lm, tokenizer, lengths, limits)
         expected = sample(*call, **options)
         with monkeypatch.context() as patches:
             captured = graphs.use(patches)
@@ -317,9 +314,7 @@ def test_passes_as_graphs_draw_the_ids_of_the_plain_loop(family, folder, attenti
 
 def test_graphs_of_float64_weights_under_autocast(build_model, letters, monkeypatch):
     """Autocast leaves them alone, so the cache must be float64, too."""
-    lm = build_model().double()
-    draws = torch.rand(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    call = (lm, letters, queries_of([4, 4, 2]), draws, [20, 11, 17])
+    call = call_of(build_model().double(), letters, [4, 4, 2], [20, 11, 17])
     with torch.autocast("cpu", torch.bfloat16):
         expected = sample(*call)
         captured = graphs.use(monkeypatch)
@@ -338,8 +333,7 @@ def test_a_fixed_cache_has_the_type_to_which_attention_casts(build_model):
 def test_a_model_that_makes_the_host_wait_takes_no_graphs(build_model, letters, monkeypatch):
     """It is asked in its first pass, and not again by the next call."""
     lm = build_model().double()
-    draws = torch.rand(3, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    call = (lm, letters, queries_of([4, 3, 2]), draws, [20, 11, 17])
+    call = call_of(lm, letters, [4, 3, 2], [20, 11, 17])
     expected = sample(*call)
     lm.register_forward_pre_hook(lambda lm, inputs: print(torch.ones(1).sum().item()))
     captured = graphs.use(monkeypatch)
@@ -361,18 +355,16 @@ def test_shards_in_a_model_with_heads_take_the_plain_loop(build_model, model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", marked(name for name in FAMILIES if name not in READS_PADDING), indirect=True)
+@pytest.mark.parametrize("family", marked(READ_MASKS), indirect=True)
 def test_left_padding_and_the_cache_change_nothing(folder):
     """Log-probabilities, values, entropies and sampled tokens of a row in a batch are those of a plain forward."""
     lm, tokenizer = load_model(from_task(ppo.Args, ppo.TASK, attn_implementation=None), folder)
     lm.eval()
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
     lm.generation_config.eos_token_id = 99  # none of the tokens, so rows end at their limits
-    random = torch.Generator().manual_seed(0)
-    limits = [4, 7, 1, 6]
-    queries = [torch.randint(0, 21, (length,), generator=random).tolist() for length in (5, 1, 3, 7)]
-    draws = torch.rand(4, 7, generator=random, dtype=torch.float64)
-    responses = sample(lm, tokenizer, queries, draws, limits, temperature=0.7)
+    call = call_of(lm, tokenizer, [5, 1, 3, 7], [4, 7, 1, 6])
+    *_, queries, draws, limits = call
+    responses = sample(*call, temperature=0.7)
     assert [*map(len, responses)] == limits
     lines = []
     for query, response in zip(queries, responses, strict=True):
@@ -398,26 +390,24 @@ PPO |= {"total_episodes": 10, "rollout_batch_size": 10, "batch_size": 10, "kl_co
 
 def test_ppo(monkeypatch, attempt):
     calls = recorded(monkeypatch, ppo, "policy_loss")
-    for metrics, run_dir, model, _ in attempt(ppo, ppo_epochs=1, temperature=0.7, **PPO):
+    for metrics, run_dir, model in attempt(ppo, ppo_epochs=1, temperature=0.7, **PPO):
         assert max(((new - old).exp() - 1).abs().max() for (new, old, *_), _ in calls) < 3e-5
         assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5) and metrics["policy/clipfrac"] == 0
         assert abs(metrics["objective/kl"]) < 1e-5 and metrics["optim/grad_norm"] > 0.01
         assert_exported(model.lm, run_dir)
 
 
-def test_sft(attempt, cell, folder, letters):
+def test_sft(attempt, folder, letters):
     """Packed where that is possible, the loss is the mean over the tokens of the responses."""
-    for metrics, run_dir, model, text in attempt(sft, dataset=ROWS, packing=True, max_length=17):
-        cell("--packing", said(text, "--packing is off: "))
+    for metrics, run_dir, model in attempt(sft, dataset=ROWS, packing=True, max_length=17):
         expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
         assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
         assert_exported(model, run_dir)
 
 
-def test_dpo(attempt, cell, folder, letters):
+def test_dpo(attempt, folder, letters):
     """ln 2 and equal log-ratios before the update, a better policy after it."""
-    for metrics, run_dir, model, text in attempt(dpo, dataset=PAIRS, eval_dataset=PAIRS, eval_every=1):
-        cell("--packing", said(text, "--packing is off: "))
+    for metrics, run_dir, model in attempt(dpo, dataset=PAIRS, eval_dataset=PAIRS, eval_every=1):
         expected = {"eval/loss": math.log(2), "eval/rewards/accuracies": 0.5}
         for side in ("chosen", "rejected"):
             logprobs = plain_logprobs(folder, letters, [(row["prompt"], row[side]) for row in PAIRS])
@@ -433,18 +423,17 @@ def test_ilql(attempt, cell, folder, letters):
     results = attempt(ilql, dataset=[row | {"reward": i % 3} for i, row in enumerate(ROWS)])
     if not results:
         cell("logits in chunks", "-")
-    for metrics, run_dir, policy, _ in results:
+    for metrics, run_dir, policy in results:
         cell("logits in chunks", "yes" if policy.lm.plain_output else "no")
         expected = -torch.cat(plain_logprobs(folder, letters, TEXTS)).mean().item()
         assert metrics["losses/loss_awac"] == pytest.approx(expected, rel=1e-5)
         assert_exported(policy.lm, run_dir)
 
 
-def test_reward(attempt, cell, folder, letters):
+def test_reward(attempt, letters):
     """The scores of plain transformers, row by row."""
     # the centring moves a bias that both sides have
-    for _, run_dir, model, text in attempt(reward, dataset=PAIRS, center_coef=0.1):
-        cell("--packing", said(text, "--packing is off: "))
+    for _, run_dir, model in attempt(reward, dataset=PAIRS, center_coef=0.1):
         back = reload(run_dir / "hf_model", AutoModelForSequenceClassification)
         rows = [letters(prompt + completion)["input_ids"] + [letters.eos_token_id] for prompt, completion in TEXTS]
         with torch.no_grad():
@@ -452,9 +441,6 @@ def test_reward(attempt, cell, folder, letters):
             assert_close(classifier_logits(model, [[ids] for ids in rows]), scores, rtol=3e-5, atol=3e-5)
         assert_close(model.state_dict(), back.state_dict(), rtol=0, atol=0)
         assert scores.std() > 0.01
-
-
-MIXTURES = ["qwen3_moe", "llama4", "deepseek_v3", "gpt_oss", "granite_hybrid"]
 
 
 @pytest.mark.parametrize("family", marked(MIXTURES), indirect=True)

@@ -108,11 +108,6 @@ def alone(lm, query, response):
     return hidden[0][0], output.logits[0]
 
 
-def rows_of(query, query_mask, response, mask):
-    parts = zip(query, query_mask, response, mask, strict=True)
-    return [(number, x[seen].tolist(), y[kept].tolist()) for number, (x, seen, y, kept) in enumerate(parts)]
-
-
 def batch(random=0):
     """query, query_mask (4, 9), response, response_mask (4, 7); random: a seed for what lies under the masks, too."""
     ids = torch.randint(0, 21, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -138,9 +133,9 @@ def test_logits_are_those_of_each_row_alone(folder):
             tokens = torch.cat([query, response], 1)[:, :-1]
             attended = torch.cat([query_mask, mask], 1)[:, :-1]
             logits = lm(input_ids=tokens, attention_mask=attended.long(), **options).logits
-            for row, x, y in rows_of(*batch(seed)):
-                expected = alone(plain, x, y)[1]
-                assert_close(logits[row, : len(y)], expected, rtol=0, atol=1e-10 * expected.abs().max())
+            for found, x, seen, y, kept in zip(logits, query, query_mask, response, mask, strict=True):
+                expected = alone(plain, x[seen].tolist(), y[kept].tolist())[1]
+                assert_close(found[: len(expected)], expected, rtol=0, atol=1e-10 * expected.abs().max())
             assert expected.softmax(-1).amax(-1).mean() > 0.12  # a uniform distribution has 0.04
         unmasked = lm(input_ids=tokens, **options).logits[3]
         assert_close(unmasked, alone(plain, query[3].tolist(), response[3].tolist())[1], rtol=0, atol=1e-9)
@@ -200,9 +195,8 @@ def test_the_top_block_is_the_decoders():
     """And the norm behind it. A reference of frozen blocks: test_ppo_modes.py."""
     lm = as_decoder(random_seq2seq("t5"))
     freeze(lm, 1)
-    tops = ("decoder.block.1.", "decoder.final_layer_norm.")
     for name, weight in lm.named_parameters():
-        assert weight.requires_grad == name.startswith(tops), name
+        assert weight.requires_grad == name.startswith(("decoder.block.1.", "decoder.final_layer_norm.")), name
 
 
 @pytest.mark.parametrize("script", [ppo, grpo], ids=lambda script: script.__name__)
@@ -249,8 +243,7 @@ def test_sft(monkeypatch, run, folder, pairs, lora_r):
     assert decoded[0][1] == greedy(initial, folder, pairs)
     assert decoded[-1][1] == greedy(back, folder, pairs)
     assert decoded[0][1] != decoded[-1][1]
-    flags |= {"model": str(run_dir / "hf_model"), "lora_r": 0}
-    _, next_dir, *_ = run(sft, **flags)
+    _, next_dir, _ = run(sft, **flags | {"model": str(run_dir / "hf_model"), "lora_r": 0})
     assert log(next_dir)[0]["eval/loss"] == pytest.approx(metrics["eval/loss"], rel=1e-5 if lora_r else 1e-9)
 
 
@@ -258,9 +251,9 @@ REWARDED = [row | {"reward": [0.5, -1.0, 2.0][i % 3], "truncated": i == 3} for i
 
 
 @torch.no_grad()
-def slow_ilql(policy, plain, query, response, row, args):
+def slow_ilql(policy, query, response, row, args):
     actions = response[: len(response) - row["truncated"]]
-    states, logits = alone(plain, query, [*actions, 0])  # also behind the last action
+    states, logits = alone(policy.lm, query, [*actions, 0])  # also behind the last action
     found = []
     for place, action in enumerate(actions):
         is_last = place + 1 == len(actions)
@@ -276,24 +269,16 @@ def slow_ilql(policy, plain, query, response, row, args):
 @pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)], indirect=True)
 def test_ilql(monkeypatch, run, folder, pairs):
     """The losses of the first step are those of each row alone; what is sampled with a beta is the shaped policy."""
-    losses = ilql.ilql_losses
-    first = []
-
-    def kept(model, *args):
-        first.append(copy.deepcopy(model))
-        return losses(model, *args)
-
-    monkeypatch.setattr(ilql, "ilql_losses", kept)
     decoded = recorded(monkeypatch, evaluation, "decode")
     betas = (0.0, 3.0)
     flags = {"dataset": REWARDED, "eval_dataset": REWARDED, "metric": lengths, "betas": betas, "eval_temperature": 0}
     flags |= {"awac_beta": 0.7, "normalize_rewards": False, "eval_every": 1, "max_new_tokens": 6, "cql_scale": 0.3}
     _, run_dir, model = run(ilql, top_k=0, **flags)
     args = ilql.Args(model=folder, **flags)
-    plain = reload(folder, AutoModelForSeq2SeqLM, torch.float64)
+    first = ilql.PolicyWithQ(reload(folder, AutoModelForSeq2SeqLM, torch.float64), seed=1)
     rows = []
     for (query, response), row in zip(pairs, REWARDED, strict=True):
-        rows += slow_ilql(first[0], plain, query, response, row, args)
+        rows += slow_ilql(first, query, response, row, args)
     start, step = log(run_dir)
     for name in ("loss", *LOSSES):
         expected = torch.stack([terms[name] for terms in rows]).mean().item()

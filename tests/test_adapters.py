@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import close, equal, lines_of, log, recorded, rolled, same_run, save, weights
-from test_models import IDS, PROMPTS, more_vowels
+from test_models import IDS, PROMPTS, more_vowels, with_weights
 from test_reward import alone, ppo_scores
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -192,7 +192,6 @@ def test_the_reference_of_a_rollout(gpt2_dir, lora, tmp_path, monkeypatch, furth
     _, run_dir = run(ppo, model, tmp_path / "run", lora_r=0 if further else 3)
     (_, first), (_, second) = rollouts
     assert all(torch.equal(episode.logprobs, episode.ref_logprobs) for episode in first)
-    assert log(run_dir)[1]["objective/kl"] == 0
     expected = logprobs(model, second)
     close(ppo.of_all(second, "ref_logprobs"), expected, 1e-5)
     assert (ppo.of_all(second, "logprobs") - expected).abs().max() > 1e-3  # the policy has moved
@@ -282,10 +281,7 @@ def based_on(adapter, base, folder):
 def test_bases_that_are_refused(lora, gpt2_dir, tmp_path):
     """The words are the library's, but for a base with a hole: transformers reports only what the adapter lacks."""
     adapter = lora(sft) / "hf_model"
-    hollow = shutil.copytree(gpt2_dir, tmp_path / "hollow")
-    held = safetensors.torch.load_file(hollow / "model.safetensors")
-    held.pop("transformer.h.1.mlp.c_fc.weight")
-    safetensors.torch.save_file(held, hollow / "model.safetensors", {"format": "pt"})
+    hollow = with_weights(gpt2_dir, tmp_path / "hollow", **{"transformer.h.1.mlp.c_fc.weight": None})
     bases = {tmp_path / "moved": "moved", adapter: adapter, hollow: "transformer.h.1.mlp.c_fc.* is missing"}
     for number, (base, said) in enumerate(bases.items()):
         with pytest.raises(InputError, match=f"--model {tmp_path}/{number} cannot be loaded: .*{said}"):
@@ -333,10 +329,9 @@ STORED = {"stored": {}, "trained": {"modules_to_save": ["lm_head", "embed_tokens
 def test_an_export_holds_all_that_came_with_an_adapter(build_model, letters, tmp_path, kind, tied):
     """Also whole layers, which peft stores on request."""
     build_model("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, **STORED[kind])
-    theirs = peft.get_peft_model(base, config)
+    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
     for name, weight in theirs.named_parameters():
         if "embed_tokens" in name:
             weight.data.normal_()

@@ -11,7 +11,7 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
-from helpers import BOS, EOS, add_specials, recorded
+from helpers import BOS, EOS, add_specials, recorded, save
 from tokenizers import normalizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
@@ -26,6 +26,7 @@ from common.lm.structure import as_decoder, end_tokens, max_positions
 
 PROMPTS = ["b", "cde", "fg", "hijkl", "m"]
 IDS = torch.tensor([[3, 9, 4, 17, 5, 8, 0], [1, 2, 11, 20, 6, 22, 13]])
+ENCODER = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def more_vowels(outputs, **columns):
@@ -55,21 +56,19 @@ def reload(directory, kind=AutoModelForCausalLM, dtype="auto"):
     return model.eval()
 
 
-# ---- Export and heads ------------------------------------------------------------------------------------------------
-
-
-def with_more(source, folder, **tensors):
-    """A copy of a model's directory whose file holds more weights than the model has."""
+def with_weights(source, folder, **changes):
+    """A copy of a model's directory whose file holds more weights than the model has, or lacks one: None."""
     shutil.copytree(source, folder)
-    held = safetensors.torch.load_file(folder / "model.safetensors")
-    safetensors.torch.save_file(held | tensors, folder / "model.safetensors", {"format": "pt"})
+    held = safetensors.torch.load_file(folder / "model.safetensors") | changes
+    held = {name: weight for name, weight in held.items() if weight is not None}
+    safetensors.torch.save_file(held, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
 
 
 def test_weights_that_the_model_does_not_have_are_said(tiny_dirs, tmp_path, capsys):
     """As biases that config.json does not ask for. The head that a new one replaces is no news."""
     more = {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(12) for i in range(2)} | {"v_head": torch.ones(3)}
-    biased = with_more(tiny_dirs["llama"], tmp_path / "biased", **more)
+    biased = with_weights(tiny_dirs["llama"], tmp_path / "biased", **more)
     said = f"warning: {biased} holds {{}} weights that are no part of its model: model.layers.0.self_attn.q_proj.bias, "
     load_model(sft.Args(model=biased, dataset=[]), biased)
     out = capsys.readouterr().out
@@ -92,7 +91,7 @@ def test_warnings_of_transformers_are_shown(gpt2_dir, tmp_path, capsys, monkeypa
         return load_weights(*args, **options)
 
     monkeypatch.setattr(load, "load_weights", warning)
-    path = with_more(gpt2_dir, tmp_path / "model", v_head=torch.ones(3))
+    path = with_weights(gpt2_dir, tmp_path / "model", v_head=torch.ones(3))
     load_model(sft.Args(model=path, dataset=[]), path)
     out, err = capsys.readouterr()
     assert out.startswith("warning: a wrong pattern\n") and "REPORT" not in out + err and "%" not in err
@@ -105,9 +104,6 @@ def test_a_stop_string_that_the_tokenizer_cannot_write_is_said(gpt2_dir, letters
     load_model(ppo.Args(stop=("a", "b}", "\uff43"), **flags), gpt2_dir)
     said = "warning: --stop {!r} will not be found: the tokenizer turns {!r} into {!r}\n".format
     assert capsys.readouterr().out == said("b}", "ab}a", "ab<unk>a") + said("\uff43", "a\uff43a", "aca")
-
-
-LINES = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("linear", "float32"), ("mlp", "bfloat16")])
@@ -175,8 +171,9 @@ def test_value_head_init_scales(build_model):
 def test_the_value_head_keeps_float32_under_bf16(build_model):
     lm = build_model(dtype=torch.bfloat16)
     model = ppo.PolicyWithValue(lm, "mlp", "normal")
+    lines = [[(ids, [-100] * 3 + ids[3:])] for ids in IDS.tolist()]
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, values, _ = model(LINES)
+        logprobs, values, _ = model(lines)
     assert logprobs.dtype == values.dtype == model.value_head[0].weight.dtype == torch.float32
     assert (values.bfloat16() != values).any()  # not rounded to bfloat16
 
@@ -189,17 +186,14 @@ def test_the_separator_of_an_encoder_stays(letters):
         assert classifier_ids(tokenizer, ["cd"], [False], chats=False) == [ids]
 
 
-ENDS = [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])]
-
-
-@pytest.mark.parametrize(("own", "union"), ENDS, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("own", "union"), [(None, [EOS]), (7, [7, EOS]), ([5, 7], [5, 7, EOS]), ([7, EOS], [7, EOS])], ids=str
+)
 def test_end_tokens(build_model, letters, tmp_path, own, union):
     """Those of the checkpoint and that of the tokenizer; exports have them, too."""
     model = build_model("qwen3")
     model.generation_config.eos_token_id = own
-    model.save_pretrained(tmp_path / "model")
-    letters.save_pretrained(tmp_path / "model")
-    lm, _ = load_model(from_task(ppo.Args, ppo.TASK), str(tmp_path / "model"))
+    lm, _ = load_model(from_task(ppo.Args, ppo.TASK), save(tmp_path / "model", model, letters))
     assert end_tokens(lm) == union
     lm.save_pretrained(tmp_path / "export")
     assert reload(tmp_path / "export").generation_config.eos_token_id == (union if len(union) > 1 else EOS)
@@ -235,8 +229,7 @@ def test_a_text_whose_end_is_followed_by_blanks(letters):
 @pytest.mark.parametrize("kind", ["roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "bert", "xlnet"])
 def test_positions_that_can_be_used(kind):
     """RoBERTa and others begin behind the position of padding; XLNet has no limit, and says -1."""
-    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"max_position_embeddings": 14, "vocab_size": 25, "attention_window": 4}
+    sizes = ENCODER | {"max_position_embeddings": 14, "vocab_size": 25, "attention_window": 4}
     if kind == "xlnet":
         sizes = {"d_model": 12, "d_inner": 20, "n_layer": 1, "n_head": 2, "vocab_size": 25}
     encoder = AutoModel.from_config(AutoConfig.for_model(kind, **sizes)).eval()
@@ -250,8 +243,7 @@ def test_positions_that_can_be_used(kind):
 
 @pytest.mark.parametrize("kind", ["roberta", "bert"])
 def test_a_model_that_reads_what_follows_is_refused(kind):
-    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = AutoConfig.for_model(kind, **sizes, vocab_size=25, max_position_embeddings=32)
+    config = AutoConfig.for_model(kind, **ENCODER, vocab_size=25, max_position_embeddings=32)
     with pytest.raises(InputError, match="its tokens read those behind them, as in an encoder"):
         as_decoder(AutoModelForCausalLM.from_config(config).eval())
     config.is_decoder = True
@@ -262,9 +254,7 @@ def test_dropout_is_off_in_every_model(build_model, letters, tmp_path):
     for family, dropout in (("gpt2", "attn_pdrop"), ("llama", "attention_dropout"), ("qwen3", "attention_dropout")):
         model = build_model(family)
         setattr(model.config, dropout, 0.5)
-        model.save_pretrained(tmp_path / family)
-        letters.save_pretrained(tmp_path / family)
-        loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path / family))
+        loaded, _ = load_model(from_task(sft.Args, sft.TASK), save(tmp_path / family, model, letters))
         assert torch.equal(loaded.train()(IDS).logits, loaded.eval()(IDS).logits), family
 
 
@@ -284,8 +274,6 @@ def test_the_padding_token_is_trained(build_model, letters, tmp_path):
     end = letters.eos_token_id
     model = build_model("llama", pad_token_id=end)
     assert model.get_input_embeddings().padding_idx == end
-    model.save_pretrained(tmp_path)
-    letters.save_pretrained(tmp_path)
-    loaded, _ = load_model(from_task(sft.Args, sft.TASK), str(tmp_path))
+    loaded, _ = load_model(from_task(sft.Args, sft.TASK), save(tmp_path, model, letters))
     loaded(torch.tensor([[3, end, 5]])).logits.square().sum().backward()
     assert loaded.get_input_embeddings().weight.grad[end].any()

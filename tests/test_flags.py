@@ -118,10 +118,6 @@ DEFAULTS = {  # of each script beside SHARED; of papers, TRL and trlX, for pretr
 }  # fmt: skip
 
 
-def is_ranged(hint):
-    return not {hint, *typing.get_args(hint)}.isdisjoint((int, float))
-
-
 def in_tuples(values, name):
     if name not in ("adam_betas", "betas"):
         return values
@@ -134,7 +130,7 @@ def test_every_range_by_its_bounds(algo):
     """A flag without a row fails; a rule between flags may hold of a value that is in the range."""
     hints = typing.get_type_hints(SCRIPTS[algo].Args)
     names = RANGES.keys() & hints.keys()
-    assert names >= {name for name in hints if is_ranged(hints[name])}
+    assert names >= {name for name, hint in hints.items() if {int, float} & {hint, *typing.get_args(hint)}}
     for name in names:
         rule = RANGES[name]
         inside, outside = BOUNDS[rule]
@@ -162,7 +158,6 @@ NO_LAYERS = "--num-layers-unfrozen must be -1 with --lora-r, which freezes all w
 NOTHING = "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 ALONE = "--group-size 1 must be at least 2: a response is compared with the others in its group"
 HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may become negative"
-HALF = "--label-smoothing 0.5 must be below 0.5, or no preference is left"
 TAU = "must be above 0 and below 1, or V is unbounded"
 GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
@@ -200,7 +195,7 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("ilql", {"betas": ()}, "--betas is empty: give at least one number"),
     ("ilql", {"eval_prompts": "x"}, "--eval-prompts needs --metric, which scores the samples"),
     ("dpo", {"loss_type": "exo_pair"}, "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"),
-    ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.5}, HALF),
+    ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5, or no preference is left"),
     ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, "--label-smoothing 0.1 does not work with --loss-type ipo"),
     ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not work with --ref-model"),
     ("ddpo", {"stat_min_count": 33}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
@@ -437,8 +432,6 @@ def test_help_has_every_flag(algo, monkeypatch, capsys):
     assert "Seed of every random draw. (default: 1)" in words and f"(default: {args_class.lr})" in words
     assert "Without --model, --dataset or --config, the script runs its embedded task" in words
     assert "--config FILE reads flags from a YAML file; your other flags override it" in words
-    args = args_class(**required(algo))
-    assert dataclasses.replace(args, seed=7) == args_class(**required(algo), seed=7) != args
 
 
 HEAVY = "transformers accelerate diffusers peft datasets torch.distributed.fsdp matplotlib.figure".split()

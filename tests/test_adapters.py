@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import close, equal, lines_of, log, recorded, rolled, same_run, save, weights
-from test_models import IDS, PROMPTS, more_vowels, with_weights
+from test_models import IDS, PAIRS, more_vowels, run, with_weights
 from test_reward import alone, ppo_scores
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -21,31 +21,6 @@ from common.identity import files_of_flag
 from common.lm import load
 from common.lm.adapters import for_sampling, train_adapters
 from common.lm.load import load_model
-
-PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
-DATA = {
-    ppo: [{"prompt": p} for p in PROMPTS],
-    grpo: [{"prompt": p} for p in PROMPTS],
-    sft: [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS],
-    ilql: [{"prompt": p, "completion": p[::-1] + "a", "reward": len(p)} for p in PROMPTS],
-    reward: PAIRS,
-    dpo: PAIRS,
-}
-NAMED = {script.__name__[6:]: script for script in DATA}
-
-
-def run(script, model, run_dir, **flags):
-    """Four optimizer steps, (metrics, run directory)."""
-    settings = {"model": str(model), "run_dir": str(run_dir), "dataset": DATA[script], "lr": 3e-2, "threads": 1}
-    settings |= {"batch_size": 4, "micro_batch_size": 3, "eval_every": 2, "save_every": 1}
-    if script in (ppo, grpo):
-        sizes = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "ppo_epochs": 2, "max_new_tokens": 5}
-        settings |= sizes | {"reward": more_vowels}
-    else:
-        settings |= {"total_steps": 4, "eval_dataset": DATA[script]}
-    if script is grpo:
-        settings["group_size"] = 4
-    return script.main(script.Args(**settings | flags))
 
 
 def logits(model, ids=IDS):
@@ -247,10 +222,8 @@ def test_objects_of_peft(gpt2_dir, letters, tmp_path):
     torch.manual_seed(0)
     lm = peft.get_peft_model(lm, peft.LoraConfig(r=3, target_modules=["c_fc"], init_lora_weights=False))
     before = logits(lm).clone()
-    settings = {"dataset": DATA[sft], "total_steps": 2, "batch_size": 4, "threads": 1, "eval_every": 0}
-    args = sft.Args(model=lm, tokenizer=letters, run_dir=str(tmp_path / "one"), lr=1e-30, **settings)
-    folder = sft.main(args)[1] / "hf_model"
-    close(logits(AutoModelForCausalLM.from_pretrained(folder)), before, 1e-6)
+    _, run_dir = run(sft, "", tmp_path / "run", model=lm, tokenizer=letters, lr=1e-30)
+    close(logits(AutoModelForCausalLM.from_pretrained(run_dir / "hf_model")), before, 1e-6)
 
 
 def test_adapters_that_do_not_fit(lora, gpt2_dir, wide_dir, tmp_path):

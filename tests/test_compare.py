@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from helpers import log, write
-from test_adapters import run
+from test_models import run
 
 from algos import dpo
 from benchmarks import compare

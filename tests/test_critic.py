@@ -3,8 +3,8 @@
 import pytest
 import torch
 from helpers import equal, log, rolled, save, tensor, weights
-from test_adapters import run
 from test_invariants import run_ppo
+from test_models import run
 from test_ppo_modes import save_classifier
 from test_reward import alone, plain, run_reward
 from transformers import AutoModelForSequenceClassification

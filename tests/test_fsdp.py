@@ -22,8 +22,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from harness import ROOT, launch, torchrun
 from helpers import log, same_run, samples
-from test_adapters import NAMED, run
 from test_ilql_runs import lengths
+from test_models import NAMED, run
 from torch.utils._pytree import tree_flatten
 
 from algos import ddpo

@@ -23,9 +23,10 @@ from datasets.packaged_modules.json.json import Json
 from harness import ROOT, once
 from helpers import log, save, write
 from safetensors.torch import load_file, save_file
-from test_models import short_ppo, short_sft
+from test_models import run as train
 from transformers import GPT2ForSequenceClassification
 
+from algos import ppo, sft
 from benchmarks.tasks import randomwalks
 
 SPLITS = {
@@ -258,7 +259,7 @@ def client(monkeypatch):
 
 def test_an_upload_holds_the_export_alone(gpt2_dir, client, tmp_path):
     folder = tmp_path / "run/hf_model"
-    short_ppo(gpt2_dir, tmp_path / "run", push_to_hub="org/name")
+    train(ppo, gpt2_dir, tmp_path / "run", push_to_hub="org/name")
     client.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
     client.upload_folder.assert_called_once_with(repo_id="org/name", folder_path=str(folder))
     assert len(client.mock_calls) == 2
@@ -272,9 +273,9 @@ def test_a_repository_that_cannot_be_made(gpt2_dir, client, tmp_path):
     run_dir = tmp_path / "run"
     client.create_repo.side_effect = OSError("401 Unauthorized: bad token")
     with pytest.raises(OSError, match="401 Unauthorized"):
-        short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
+        train(sft, gpt2_dir, run_dir, push_to_hub="org/name")
     assert (run_dir / "hf_model/model.safetensors").exists() and not client.files
     before = (run_dir / "metrics.jsonl").read_bytes()
     client.create_repo.side_effect = None
-    short_sft(gpt2_dir, run_dir, push_to_hub="org/name")
+    train(sft, gpt2_dir, run_dir, push_to_hub="org/name")
     assert client.files.keys() == EXPORT and (run_dir / "metrics.jsonl").read_bytes() == before

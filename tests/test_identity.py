@@ -22,7 +22,7 @@ import pytest
 import torch
 from harness import ROOT, files
 from helpers import answer, log, user
-from test_adapters import run
+from test_models import run
 
 from algos import ppo, sft
 from benchmarks.tasks import randomwalks
@@ -192,8 +192,7 @@ def test_flags_that_do_not_change_the_result():
 def test_a_difference_is_said_once_and_names_the_flag():
     old = {"algo": "sft", "flags": {"model": "m", "eval_dataset": "a"}, "files": {"model": "1", "eval_dataset": "1"}}
     new = {"algo": "sft", "flags": {"model": "n", "eval_dataset": "a"}, "files": {"model": "2", "eval_dataset": "2"}}
-    expected = ["--model: was m, is n", "the file of --eval-dataset has changed"]
-    assert differences(old, new) == expected
+    assert differences(old, new) == ["--model: was m, is n", "the file of --eval-dataset has changed"]
 
 
 # ---- Another length --------------------------------------------------------------------------------------------------
@@ -344,13 +343,11 @@ def test_a_run_in_a_run_leaves_it_alone(gpt2_dir, tmp_path):
 # ---- Directories -----------------------------------------------------------------------------------------------------
 
 
-KEPT = {"README.md": "a card", "hf_model_best/model.safetensors": "weights", "notes.txt": "the user's"}
-
-
 @pytest.mark.parametrize("env", ["{}", '{"hash": "0", "config": 1}', "no JSON"])
 def test_a_directory_with_an_environment_of_others_is_none_of_a_run(gpt2_dir, tmp_path, env):
     folder = tmp_path / "run"
-    for name, text in {**KEPT, "env.json": env, ".tmp-mine/notes.txt": "mine"}.items():
+    theirs = {"README.md": "a card", "hf_model_best/model.safetensors": "weights", "notes.txt": "the user's"}
+    for name, text in (theirs | {"env.json": env, ".tmp-mine/notes.txt": "mine"}).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     before = files(folder)
@@ -387,9 +384,8 @@ def test_an_older_checkpoint_continued_in_place_deletes_nothing_until_it_has_one
     before = files(folder)
     rates = [record.get("optim/lr") for record in log(folder)]
     again = {"total_steps": 6, "save_every": 0, "eval_every": 0, "resume": str(folder / "checkpoints/step_00000002")}
-    with pytest.raises(ZeroDivisionError):
-        with patch.object(run_module.Run, "lap", lambda run, part: 1 / 0):
-            run(sft, gpt2_dir, folder, **again)
+    with pytest.raises(ZeroDivisionError), patch.object(run_module.Run, "lap", lambda run, part: 1 / 0):
+        run(sft, gpt2_dir, folder, **again)
     assert files(folder) == before
     with pytest.raises(KeyboardInterrupt):
         with patch.object(run_module.Run, "save", Mock(side_effect=[None, KeyboardInterrupt])):

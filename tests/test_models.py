@@ -16,7 +16,7 @@ from tokenizers import normalizers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
-from algos import ilql, ppo, reward, sft
+from algos import dpo, grpo, ilql, ppo, reward, sft
 from common.cli import from_task
 from common.errors import InputError
 from common.lm import load
@@ -33,20 +33,34 @@ def more_vowels(outputs, **columns):
     return [float(sum(c in "aeiou" for c in output)) for output in outputs]
 
 
-ROLLOUTS = {"dataset": [{"prompt": p} for p in PROMPTS], "reward": more_vowels, "max_new_tokens": 5, "eval_every": 2}
-ROLLOUTS |= {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "micro_batch_size": 3, "ppo_epochs": 2}
-ROLLOUTS |= {"lr": 1e-2, "threads": 1}
+PAIRS = [{"prompt": p, "chosen": p[::-1] + "a", "rejected": "u" * len(p) + "e"} for p in PROMPTS]
+DATA = {
+    ppo: [{"prompt": p} for p in PROMPTS],
+    grpo: [{"prompt": p} for p in PROMPTS],
+    sft: [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS],
+    ilql: [{"prompt": p, "completion": p[::-1] + "a", "reward": len(p)} for p in PROMPTS],
+    reward: PAIRS,
+    dpo: PAIRS,
+}
+NAMED = {script.__name__[6:]: script for script in DATA}
 
 
-def short_ppo(model, run_dir, **flags):
-    return ppo.main(ppo.Args(model=model, run_dir=str(run_dir), **ROLLOUTS | flags))
+def run(script, model, run_dir, **flags):
+    """Four optimizer steps, (metrics, run directory)."""
+    settings = {"model": str(model), "run_dir": str(run_dir), "dataset": DATA[script], "lr": 3e-2, "threads": 1}
+    settings |= {"batch_size": 4, "micro_batch_size": 3, "eval_every": 2, "save_every": 1}
+    if script in (ppo, grpo):
+        sizes = {"total_episodes": 16, "rollout_batch_size": 8, "batch_size": 8, "ppo_epochs": 2, "max_new_tokens": 5}
+        settings |= sizes | {"reward": more_vowels}
+    else:
+        settings |= {"total_steps": 4, "eval_dataset": DATA[script]}
+    if script is grpo:
+        settings["group_size"] = 4
+    return script.main(script.Args(**settings | flags))
 
 
 def short_sft(model, run_dir, **flags):
-    rows = [{"prompt": p, "completion": p[::-1] + "a"} for p in PROMPTS]
-    settings = {"dataset": rows, "total_steps": 3, "batch_size": 4, "micro_batch_size": 3, "lr": 1e-2, "eval_every": 2}
-    settings |= {"eval_dataset": rows, "threads": 1}
-    return sft.main(sft.Args(model=model, run_dir=str(run_dir), **settings | flags))
+    return run(sft, model, run_dir, **{"total_steps": 3} | flags)
 
 
 def reload(directory, kind=AutoModelForCausalLM, dtype="auto"):
@@ -114,7 +128,7 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
     flags = {"dtype": dtype, "num_layers_unfrozen": 0 if dtype == "bfloat16" else -1}  # those of 16 bits are frozen
     made = recorded(monkeypatch, ppo, "make_optimizer")
     head = {"value_head": kind, "value_head_init": "normal"}
-    _, run_dir = short_ppo(lm, tmp_path / "run", tokenizer=tokenizer, **head, **flags)
+    _, run_dir = run(ppo, "", tmp_path / "run", model=lm, tokenizer=tokenizer, **head, **flags)
     assert "lm_head.weight" not in safetensors.torch.load_file(run_dir / "hf_model/model.safetensors")  # it is tied
     trained = made[0][0][0].eval()
     loaded = ppo.PolicyWithValue.load(run_dir / "hf_model").eval()
@@ -123,7 +137,7 @@ def test_policy_with_value_is_read_back(monkeypatch, gpt2_dir, tmp_path, kind, d
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     # the other kind of head on the command line: the directory brings its own
     flags |= {"value_head": "mlp" if kind == "linear" else "linear", "lr": 1e-30, "eval_every": 0}
-    _, next_dir = short_ppo(str(run_dir / "hf_model"), tmp_path / "next", **flags)
+    _, next_dir = run(ppo, run_dir / "hf_model", tmp_path / "next", **flags)
     old, new = (safetensors.torch.load_file(d / "hf_model/value_head.safetensors") for d in (run_dir, next_dir))
     torch.testing.assert_close(new, old, rtol=0, atol=0)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import ALGOS, ROOT, command
 from safetensors import SafetensorError
-from test_adapters import DATA, run
+from test_models import DATA, run
 
 from algos import ddpo, ppo, reward, sft
 from common.errors import InputError

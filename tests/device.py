@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import graphs
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,15 +103,10 @@ VIEWS = set(
     split_with_sizes unbind empty empty_like empty_strided new_empty new_empty_strided lift_fresh view_as _reshape_alias
     diagonal unfold chunk resize_ set_ is_same_size""".split()
 )
-# The host waits for their result or its shape.
-WAITS = set(
-    """_local_scalar_dense nonzero masked_select _unique2 unique_consecutive unique_dim equal is_nonzero _assert_async
-    repeat_interleave""".split()
-)
+WAITS = graphs.WAITS | {"unique_consecutive", "_assert_async", "repeat_interleave"}
 LOOKUPS = "gather", "searchsorted", "index", "embedding"  # which read no more than they return
-INDEXED = "index", "index_put", "index_put_", "_index_put_impl_"
 # Besides pointwise ones, these take numbers of the CPU.
-WITH_NUMBERS = "where", "masked_fill", "masked_fill_", "fill_", "lerp", "lerp_", "index_fill", "index_fill_"
+WITH_NUMBERS = {"where", "masked_fill", "masked_fill_", "fill_", "lerp", "lerp_", "index_fill", "index_fill_"}
 COPIES = "_to_copy", "copy_", "copy", "_copy_from", "set_"
 
 
@@ -130,7 +126,7 @@ def run(function, args, options):
     elif here or result_is_here:
         if here and there and name not in COPIES:
             check(function, name, args, here, there)
-        masks = name in INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
+        masks = name in graphs.INDEXED and any(x is not None and x.dtype == torch.bool for x in args[1])
         if name in WAITS or masks:
             count("waits")
     is_kernel = result_is_here and name not in VIEWS
@@ -161,11 +157,11 @@ def count_copy(source_is_here, result_is_here):
 
 def check(function, name, args, here, there):
     """An error, unless CUDA allows it: indices of the CPU, and numbers of the CPU in pointwise operations."""
-    if name in INDEXED and isinstance(args[0], OnDevice):
+    if name in graphs.INDEXED and isinstance(args[0], OnDevice):
         indices = {id(x) for x in args[1] if x is not None}
         there = [x for x in there if id(x) not in indices]
         count("copies")
-    takes_numbers = name in (*INDEXED, *WITH_NUMBERS) or torch.Tag.pointwise in function.tags
+    takes_numbers = name in graphs.INDEXED | WITH_NUMBERS or torch.Tag.pointwise in function.tags
     is_written = function._schema.is_mutable and not isinstance(args[0], OnDevice)
     if is_written or not (takes_numbers and all(x.ndim == 0 for x in there)):
         shapes = ", ".join(f"{x.device.type} {[*x.shape]}" for x in [*here, *there])

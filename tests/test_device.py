@@ -29,11 +29,9 @@ def on_device(scripts, argv, folder, patch="", expect=0, exact=True):
 
 def test_the_numbers_of_ppo_are_those_of_a_cpu(scripts, work, whole, tmp_path):
     argv = command(work, "ppo", tmp_path / "run")
-    stop = at("common.run", "Run.stop_requested", 4, signal=15)
-    on_device(scripts, argv, tmp_path, stop, expect=143)
+    on_device(scripts, argv, tmp_path, at("common.run", "Run.stop_requested", 4, signal=15), expect=143)
     on_device(scripts, argv, tmp_path)
-    expected = log(whole("ppo")[0])
-    for found, record in zip(log(tmp_path / "run"), expected, strict=True):
+    for found, record in zip(log(tmp_path / "run"), log(whole("ppo")[0]), strict=True):
         assert found == pytest.approx(record, rel=1e-4, abs=1e-5)
 
 

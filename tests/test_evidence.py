@@ -213,17 +213,14 @@ def test_only_changed_code_makes_a_run_dirty():
     assert check.commit_of(env | {"files": other}) == f"{head}-dirty"
 
 
-@pytest.mark.parametrize(
-    "claim, variant, expected",
-    [
-        ("chain-randomwalks", "ppo", ["../sft-randomwalks/default", "reward", "ppo"]),
-        ("overoptimisation-randomwalks", "pairs-100-kl-0.05", ["reward-100", "pairs-100-kl-0.05"]),
-    ],
-)
-def test_a_comparison_runs_what_the_variant_needs(claim, variant, expected):
-    found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
-    made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
-    assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in expected]
+def test_a_comparison_runs_what_the_variant_needs():
+    for claim, variant, *others in (
+        ("chain-randomwalks", "ppo", "../sft-randomwalks/default", "reward"),
+        ("overoptimisation-randomwalks", "pairs-100-kl-0.05", "reward-100"),
+    ):
+        found = regression.needed(seeds.commands(claim, 2, []), f"runs/curves/{claim}/{variant}-seed2")
+        made = [(seeds.run_dirs_of(command) or command.split()[-1:])[0] for command in found]
+        assert made == [os.path.normpath(f"runs/curves/{claim}/{name}-seed2") for name in (*others, variant)]
     *_, planting, run = regression.needed(seeds.commands("pitfalls", 2, []), "runs/curves/pitfalls/drifting-seed2")
     copy = planting.split()[-1]
     assert " --bugs 22 " in planting and run.startswith(f"python {copy}/algos/grpo.py ")

@@ -96,9 +96,8 @@ def test_sides_take_turns_and_results_are_no_change_of_the_code(tmp_path):
         done = subprocess.run(line, check=True, capture_output=True, text=True).stdout.splitlines()
         return [command.split("--one ")[1].split(" --results")[0].replace(" --repeat", "") for command in done]
 
-    round_one = "fp32 1, same-flags 1, same-flags-kept 1, tuned 1, defaults 1"
-    round_two = "fp32 2, same-flags 2, same-flags-kept 2, tuned 2, defaults 2"
-    plan = f"{round_one}, {round_two}".split(", ")
+    sides = "fp32 same-flags same-flags-kept tuned defaults".split()
+    plan = [f"{side} 1" for side in sides] + [f"{side} 2" for side in sides]
     assert commands() == plan
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
     (tmp_path / "r.csv").write_text(f"algorithm,mode,repeat,commit\nddpo,defaults,2,{head}\n")

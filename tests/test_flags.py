@@ -45,8 +45,6 @@ def told(algo, **flags):
     return []
 
 
-# ---- Ranges and defaults ---------------------------------------------------------------------------------------------
-
 BOUNDS = {  # range: values inside, outside
     "at least 1": ([1, 7], [0, -1]),
     "at least 0": ([0, 7], [-1]),
@@ -151,8 +149,6 @@ def test_defaults(algo):
     assert vars(SCRIPTS[algo].Args(**changed)) == changed
 
 
-# ---- Rules between flags ---------------------------------------------------------------------------------------------
-
 LORA = "--lora-alpha and --lora-targets need --lora-r"
 NO_LAYERS = "--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights"
 NOTHING = "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
@@ -250,9 +246,6 @@ def test_sizes_that_follow(algo, flags, sizes):
     assert SCRIPTS[algo].Args(**vars(args)) == args
 
 
-# ---- The embedded tasks ----------------------------------------------------------------------------------------------
-
-
 @each_script
 def test_settings_of_the_embedded_task(algo, capsys):
     script = SCRIPTS[algo]
@@ -291,9 +284,6 @@ def test_a_copy_without_a_flag_of_the_task():
     assert parse([], copy, sft.TASK).batch_size == 192
     with pytest.raises(InputError, match="there is no --epochs here; algos/MIGRATION.md says: ppo.py has"):
         parse(["--config", sft.TASK], copy)
-
-
-# ---- Command lines and YAML ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -392,9 +382,6 @@ def test_a_file_repeats_stop_strings_that_look_like_flags(stops, here):
         assert parse(["--config", "a.yaml"], grpo.Args).stop == (stops[0],)
 
 
-# ---- Names from elsewhere --------------------------------------------------------------------------------------------
-
-
 SAYS = "algos/MIGRATION.md says:"
 ELSEWHERE = [  # script, a word, what is said of it
     ("sft", "--learning_rate=3", f"{SAYS} `--lr`$"),
@@ -410,9 +397,6 @@ def test_a_name_from_elsewhere_is_told(algo, word, sentence):
     flag = word.partition("=")[0].replace("_", "-")
     with pytest.raises(InputError, match=f"^there is no {flag} here; {sentence}"):
         parse(["--lr", "1", word], SCRIPTS[algo].Args, SCRIPTS[algo].TASK)
-
-
-# ---- Help ------------------------------------------------------------------------------------------------------------
 
 
 @each_script

@@ -40,9 +40,6 @@ def hash_of(**flags):
     return identity(ppo_args(**flags), ppo.__file__)["hash"]
 
 
-# ---- Files -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_files_of_the_users_modules(tmp_path, monkeypatch):
     """Not Python's, installed ones, common/, files of flags, which count anyway, or what nothing has imported."""
     modules = "reward.py package/__init__.py package/inner.py lib/site-packages/library.py unused.py".split()
@@ -120,9 +117,6 @@ def test_a_changed_file_that_a_flag_names_is_another_run(tmp_path, monkeypatch):
         assert hash_now(flag, value) != before, value
 
 
-# ---- Rows and functions from Python ----------------------------------------------------------------------------------
-
-
 def test_a_function_counts_with_its_file(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rewards_of_a_test.py").write_text("def score(outputs, **columns):\n    return [1.0] * len(outputs)\n")
@@ -141,9 +135,6 @@ def test_rows_count_with_their_json():
 
     assert describe(given(3)) == describe(given(3)) != describe(given(4))
     assert describe({"easy": given(3)}) == describe({"easy": given(3)}) != describe({"hard": given(3)})
-
-
-# ---- What cannot be known --------------------------------------------------------------------------------------------
 
 
 class Judge:
@@ -195,9 +186,6 @@ def test_a_difference_is_said_once_and_names_the_flag():
     assert differences(old, new) == ["--model: was m, is n", "the file of --eval-dataset has changed"]
 
 
-# ---- Another length --------------------------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     """An error, by --check, too, as with other weights; what the directory holds of later steps is still there."""
     folder = tmp_path / "run"
@@ -212,8 +200,6 @@ def test_a_checkpoint_behind_the_end_changes_nothing(gpt2_dir, tmp_path):
     run(sft, gpt2_dir, folder, total_steps=3, resume=str(folder / "checkpoints/step_00000002"))
     assert log(folder)[-1]["step"] == 3 and not (folder / "checkpoints/step_00000004").exists()
 
-
-# ---- Inputs that change while a run waits ----------------------------------------------------------------------------
 
 DATED = "DATE{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 CHANGES = {  # what changes: how, and the flag that is named
@@ -290,9 +276,6 @@ def test_an_evaluation_that_is_repeated_draws_the_same(gpt2_dir, tmp_path):
     assert (tmp_path / "broken/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes()
 
 
-# ---- A working directory that changes, a run directory that is no more -----------------------------------------------
-
-
 @pytest.mark.case(99, "ppo")
 def test_a_function_that_changes_the_working_directory(gpt2_dir, tmp_path, monkeypatch):
     """Another project there may have a directory of the same name: it is never touched, whatever fails."""
@@ -338,9 +321,6 @@ def test_a_run_in_a_run_leaves_it_alone(gpt2_dir, tmp_path):
     run(sft, gpt2_dir, tmp_path / "outer", eval_prompts=[{"prompt": "a"}], max_new_tokens=3, metric=metric)
     assert metric.calls == 3 and log(tmp_path / "outer")[-1]["step"] == 4
     assert all((tmp_path / name / "hf_model").exists() for name in ("outer", "inner1", "inner3"))
-
-
-# ---- Directories -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("env", ["{}", '{"hash": "0", "config": 1}', "no JSON"])

@@ -45,8 +45,8 @@ DATA = {
 NAMED = {script.__name__[6:]: script for script in DATA}
 
 
-def run(script, model, run_dir, **flags):
-    """Four optimizer steps, (metrics, run directory)."""
+def run(script, model, run_dir, /, **flags):
+    """Four optimizer steps, (metrics, run directory). A model that is in no directory is a flag: model."""
     settings = {"model": str(model), "run_dir": str(run_dir), "dataset": DATA[script], "lr": 3e-2, "threads": 1}
     settings |= {"batch_size": 4, "micro_batch_size": 3, "eval_every": 2, "save_every": 1}
     if script in (ppo, grpo):

@@ -149,22 +149,19 @@ def test_defaults(algo):
     assert vars(SCRIPTS[algo].Args(**changed)) == changed
 
 
-LORA = "--lora-alpha and --lora-targets need --lora-r"
 NO_LAYERS = "--num-layers-unfrozen must be -1 with --lora-r, which freezes all weights"
 NOTHING = "--num-layers-unfrozen 0 leaves nothing to train: give -1 or at least 1"
 ALONE = "--group-size 1 must be at least 2: a response is compared with the others in its group"
-HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may become negative"
-TAU = "must be above 0 and below 1, or V is unbounded"
-GREY = {"negative_prompt": "grey"}
 EIGHTY = "--rollout-batch-size 80"
-USUAL = "--rollout-batch-size 512"
+HALF = "--label-smoothing 0.5 must be below 0.5, or no preference is left"
+HORIZON = "--kl-horizon 511 must be at least --rollout-batch-size 512, or --kl-coef may become negative"
 TEX = (r"\text{", r"\nabla", r"\n\nQ")  # the last one is no word of TeX
 STOP = "must be texts that are not empty, with a line break as $'\\n' in a shell"
 OWN_ENDS = "--min-length-limit is not used with --rollout, which ends its responses itself"
 BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the rule
     ("ppo", {"rollout": "x", "min_length_limit": 3}, OWN_ENDS),
-    ("sft", {"lora_alpha": 2.0}, LORA),
-    ("ddpo", {"lora_targets": ("all-linear",)}, LORA),
+    ("sft", {"lora_alpha": 2.0}, "--lora-alpha and --lora-targets need --lora-r"),
+    ("ddpo", {"lora_targets": ("all-linear",)}, "--lora-alpha and --lora-targets need --lora-r"),
     ("grpo", {"stop": ("END", "")}, f"--stop ('END', '') {STOP}"),
     ("grpo", {"stop": TEX}, f"--stop {TEX} {STOP}"),
     ("ddpo", {"dtype": "float16"}, "--dtype float16 must be one of float32, bfloat16, float64"),
@@ -175,10 +172,10 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("grpo", {"num_layers_unfrozen": 0}, NOTHING),
     ("ppo", {"batch_size": 0}, "--batch-size 0 must be at least 1"),
     ("ddpo", {"rollout_batch_size": 80}, f"{EIGHTY} must be a multiple of --batch-size 64"),
-    ("ppo", {"batch_size": 384}, f"{USUAL} must be a multiple of --batch-size 384"),
+    ("ppo", {"batch_size": 384}, "--rollout-batch-size 512 must be a multiple of --batch-size 384"),
     ("ppo", {"total_episodes": 79, "rollout_batch_size": 80}, f"--total-episodes 79 must be at least {EIGHTY}"),
     ("grpo", {"total_episodes": 100}, "--rollout-batch-size 100 must be a multiple of --group-size 8"),
-    ("grpo", {"group_size": 6}, f"{USUAL} must be a multiple of --group-size 6"),
+    ("grpo", {"group_size": 6}, "--rollout-batch-size 512 must be a multiple of --group-size 6"),
     ("ppo", {"min_length_limit": 54}, "--min-length-limit 54 must be at most --max-new-tokens 53"),
     ("ppo", {"kl_target": 6.0, "kl_coef": 0.0}, "--kl-target needs a --kl-coef above 0, which it adapts"),
     ("ppo", {"kl_target": 6.0, "kl_horizon": 511}, HORIZON),
@@ -186,16 +183,16 @@ BROKEN = [  # script, flags, the one sentence; most stand at the boundary of the
     ("grpo", {"group_size": 1}, ALONE),
     ("grpo", {"group_size": 0}, "--group-size 0 must be at least 1"),
     ("grpo", {"ref_model": "other", "kl_coef": 0.0}, "--ref-model needs a --kl-coef above 0"),
-    ("ilql", {"tau": 0}, f"--tau 0 {TAU}"),
-    ("ilql", {"tau": 1.0}, f"--tau 1.0 {TAU}"),
+    ("ilql", {"tau": 0}, "--tau 0 must be above 0 and below 1, or V is unbounded"),
+    ("ilql", {"tau": 1.0}, "--tau 1.0 must be above 0 and below 1, or V is unbounded"),
     ("ilql", {"betas": ()}, "--betas is empty: give at least one number"),
     ("ilql", {"eval_prompts": "x"}, "--eval-prompts needs --metric, which scores the samples"),
     ("dpo", {"loss_type": "exo_pair"}, "--loss-type exo_pair needs a --label-smoothing above 0 (1e-3)"),
-    ("dpo", {"label_smoothing": 0.5}, "--label-smoothing 0.5 must be below 0.5, or no preference is left"),
+    ("dpo", {"loss_type": "sigmoid", "label_smoothing": 0.5}, HALF),
     ("dpo", {"loss_type": "ipo", "label_smoothing": 0.1}, "--label-smoothing 0.1 does not work with --loss-type ipo"),
     ("dpo", {"reference_free": True, "ref_model": "other"}, "--reference-free does not work with --ref-model"),
     ("ddpo", {"stat_min_count": 33}, "--stat-min-count 33 must be at most --stat-buffer-size 32"),
-    ("ddpo", GREY | {"guidance_scale": 1.0}, "--negative-prompt needs a --guidance-scale above 1"),
+    ("ddpo", {"negative_prompt": "grey", "guidance_scale": 1.0}, "--negative-prompt needs a --guidance-scale above 1"),
 ]
 KEPT = [  # flags that go together, on the other side of the boundaries
     ("sft", {"lora_targets": ["all-linear"], "num_layers_unfrozen": 1, "eval_prompts": "x"}),
@@ -209,7 +206,7 @@ KEPT = [  # flags that go together, on the other side of the boundaries
     ("ilql", {"tau": 0.999, "load_in_4bit": True, "dtype": "bfloat16"}),
     ("dpo", {"reference_free": True, "loss_type": "robust", "label_smoothing": 0.1}),
     ("ddpo", {"lora_targets": ["to_q", "to_k", "to_v", "to_out.0"], "stat_min_count": 32, "guidance_scale": 1.0}),
-    ("ddpo", GREY | {"guidance_scale": 1.0001, "rollout_batch_size": 64}),
+    ("ddpo", {"negative_prompt": "grey", "guidance_scale": 1.0001, "rollout_batch_size": 64}),
     # numbers of numpy, lists for tuples, objects for texts
     ("ppo", {"dataset": [], "reward": len, "batch_size": np.int64(8), "lr": np.float32(0.5), "stop": ["a"]}),
 ]

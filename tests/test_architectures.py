@@ -101,8 +101,11 @@ PAIRS = [{"prompt": p, "chosen": c, "rejected": c[:1] + "utsrq"[: 4 - i]} for i,
 
 def marked(families):
     """Parameters of a test: those outside of DEFAULT are slow."""
-    slow = [pytest.param(name, marks=pytest.mark.slow) for name in families if name not in DEFAULT]
-    return [*(name for name in families if name in DEFAULT), *slow]
+    parameters = []
+    for name in families:
+        marks = [] if name in DEFAULT else [pytest.mark.slow]
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 @pytest.fixture(scope="module", params=marked(FAMILIES))

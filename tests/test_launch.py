@@ -15,19 +15,18 @@ import torch
 from harness import BIN, ROOT
 from torch.nn.attention import SDPBackend
 
-from common import errors, launch
-from common.errors import InputError
-from common.launch import on_each, on_main, set_threads
+from common import launch
+from common.errors import InputError, NotFinite
 from common.run import closes_run
 
-PLAIN = SimpleNamespace(
-    no_sync=nullcontext, distributed_type="NO", is_fsdp2=False, device=torch.device("cpu"), num_processes=1
-)
+PLAIN = {"distributed_type": "NO", "is_fsdp2": False, "device": torch.device("cpu"), "num_processes": 1}
+PLAIN |= {"mixed_precision": "no", "no_sync": nullcontext}  # of an Accelerator
+CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", CAPACITY):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -50,19 +49,15 @@ def test_autocast_type(monkeypatch, flag, launcher, dtype, gpu_has_bfloat16, exp
     monkeypatch.setenv("ACCELERATE_USE_CPU", "false" if gpu_has_bfloat16 else "true")
     if launcher:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-    asked = {}
-
-    def accelerator(**options):
-        asked.update(options)
-        return SimpleNamespace(device=torch.device("cpu"), num_processes=1, mixed_precision="", distributed_type="NO")
-
+    accelerator = Mock(return_value=SimpleNamespace(**PLAIN))
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
     launch.launch(flag, dtype, batch_size=6, deterministic=False)
+    asked = accelerator.call_args.kwargs
     assert (asked["cpu"], asked["mixed_precision"]) == (not gpu_has_bfloat16, expected)
 
 
 def test_processes_have_equal_parts_of_a_batch(monkeypatch):
-    several = SimpleNamespace(device=torch.device("cpu"), num_processes=4, mixed_precision="no", distributed_type="NO")
+    several = SimpleNamespace(**PLAIN | {"num_processes": 4})
     monkeypatch.setattr(accelerate, "Accelerator", lambda **options: several)
     given = {"mixed_precision": "no", "dtype": "float32", "deterministic": False}
     assert launch.launch(batch_size=8, **given) == several
@@ -75,8 +70,8 @@ def test_processes_have_equal_parts_of_a_batch(monkeypatch):
 
 def test_attention_of_a_gpu(monkeypatch):
     """Never cuDNN's; with --deterministic the plain one, as a CPU shows, which looks at the same switches."""
-    gpu = {"device": torch.device("cuda"), "num_processes": 1, "mixed_precision": "no", "distributed_type": "NO"}
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: SimpleNamespace(**gpu))
+    gpu = SimpleNamespace(**PLAIN | {"device": torch.device("cuda")})
+    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: gpu)
     states = torch.ones(3, 5, 7, 11)
     switches = torch.backends.cuda
     before = switches.cudnn_sdp_enabled()
@@ -125,19 +120,16 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, os.environ["O
 """
 
 
-@pytest.mark.parametrize("capacity", [None, "7"])
-def test_freed_memory_is_used_again(capacity):
+@pytest.mark.parametrize("told", [{}, {CAPACITY: "7"}], ids=str)
+def test_freed_memory_is_used_again(told):
     """77 MB, 20,000 pages of 4 KB: in the end none is new. What the user says of oneDNN's cache stays.
 
     The first ones may be new: glibc keeps the few bytes before an aligned block for itself, and the rest is too short
     for the next block, until its list of seven such pieces is full."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    env.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
-    if capacity:
-        env["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | told
     done = subprocess.run([sys.executable, "-c", FREED], env=env, check=True, capture_output=True, text=True)
     faults, cache = done.stdout.split()
-    assert int(faults) < 20 and cache == (capacity or "64")
+    assert int(faults) < 20 and cache == told.get(CAPACITY, "64")
 
 
 def test_onednn_is_told_of_its_cache_before_the_first_product(monkeypatch):
@@ -152,14 +144,14 @@ def test_onednn_is_told_of_its_cache_before_the_first_product(monkeypatch):
 def test_threads(monkeypatch):
     """The flag, else OMP_NUM_THREADS, else the CPUs divided by the processes; at least one."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(7), raising=False)
-    assert set_threads() == torch.get_num_threads() == 7
+    assert launch.set_threads() == torch.get_num_threads() == 7
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert set_threads() == 2
+    assert launch.set_threads() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "11")
-    assert set_threads() == 1
+    assert launch.set_threads() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert set_threads() == torch.get_num_threads() == 5
-    assert set_threads(3) == torch.get_num_threads() == 3
+    assert launch.set_threads() == torch.get_num_threads() == 5
+    assert launch.set_threads(3) == torch.get_num_threads() == 3
 
 
 LAUNCHED = """
@@ -204,20 +196,20 @@ def test_an_error_of_the_first_process_is_one_of_all(monkeypatch):
     first = []
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: first.extend(objects) or [*objects, None])
     with pytest.raises(ZeroDivisionError) as raised:
-        on_main(SimpleNamespace(is_main_process=True), divmod, 1, 0)
+        launch.on_main(SimpleNamespace(is_main_process=True), divmod, 1, 0)
     assert launch.shared_errors == [raised.value]
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda objects: [*first, *objects])
     with pytest.raises(InputError, match="by zero") as raised:
-        on_main(SimpleNamespace(is_main_process=False), divmod, 1, 0)
+        launch.on_main(SimpleNamespace(is_main_process=False), divmod, 1, 0)
     assert launch.shared_errors == [raised.value]
 
 
 def test_an_error_of_the_model_is_no_error_of_the_user():
     """Its state is not saved: `say_what_is_kept` asks for shared_errors."""
-    for error in FloatingPointError("numpy's"), errors.NotFinite("logits"):
+    for error in FloatingPointError("numpy's"), NotFinite("logits"):
         with pytest.raises(Exception) as raised:
-            on_each(None, Mock(side_effect=error))
-        assert raised.value is error and (error in launch.shared_errors) != isinstance(error, errors.NotFinite)
+            launch.on_each(None, Mock(side_effect=error))
+        assert raised.value is error and (error in launch.shared_errors) != isinstance(error, NotFinite)
 
 
 def test_autocast_casts_a_weight_once_a_step():
@@ -235,7 +227,7 @@ def test_autocast_casts_a_weight_once_a_step():
     layer = torch.nn.Linear(5, 7)
     batches = torch.randn(3, 2, 5).unbind()
     found = []
-    for batches_of_step in (iter(batches), launch.accumulate(PLAIN, layer, batches)):
+    for batches_of_step in (iter(batches), launch.accumulate(SimpleNamespace(**PLAIN), layer, batches)):
         layer.zero_grad()
         with Casts() as casts:
             for batch in batches_of_step:

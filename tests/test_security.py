@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ALGOS, ROOT, command
+from harness import ROOT, by_default, command
 from safetensors import SafetensorError
 from test_models import DATA, run
 
@@ -70,9 +70,8 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
         path.unlink()
         torch.save(Bomb(marker), path.with_suffix(".bin"))
     given = {"dataset": [{"prompt": "a"}], "reward": lambda images, prompts: [0.0], "run_dir": str(tmp_path / "run")}
-    args = ddpo.Args(model=str(tmp_path / "pipeline"), **given)
     with pytest.raises(InputError, match="--model .*pipeline cannot be loaded"):
-        ddpo.main(args)
+        ddpo.main(ddpo.Args(model=str(tmp_path / "pipeline"), **given))
     assert not marker.exists()
 
 
@@ -102,14 +101,13 @@ def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
 
 EVIL = """
 import pathlib
-
 pathlib.Path(__file__).with_name("executed").touch()
 function = dict
 """
 
 
 @pytest.mark.case(96)
-@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in ALGOS[1:])])
+@by_default("ppo")
 def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scripts, work, tmp_path):
     run, steps = ended(algo, tmp_path / "theirs")
     (tmp_path / "evil.py").write_text(EVIL)
@@ -131,17 +129,16 @@ def test_functions_that_a_run_of_others_names_are_not_imported(algo, ended, scri
 
 
 @pytest.mark.case(97, "ddpo sft")
-def test_names_from_data_make_no_paths(build_pipeline, gpt2_dir, tmp_path):
+def test_names_from_data_make_no_paths(work, gpt2_dir, tmp_path):
     name = "../../up"
-    build_pipeline().save_pretrained(tmp_path / "pipeline")
     rows = [{"prompt": "../../a red circle"}]
-    flags = {"model": str(tmp_path / "pipeline"), "dataset": rows, "eval_dataset": {name: rows, "/x": rows}}
+    flags = {"model": str(work / "pipeline"), "dataset": rows, "eval_dataset": {name: rows, "/x": rows}}
     flags |= {"batch_size": 1, "num_epochs": 1, "rollout_batch_size": 1, "num_inference_steps": 2, "threads": 1}
     flags |= {"reward": lambda images, **_: [0.0], "metric": lambda images, **_: {name: [1.0]}, "guidance_scale": 1.0}
     ddpo.main(ddpo.Args(**flags, run_dir=str(tmp_path / "run")))
     metrics, _ = run(sft, gpt2_dir, tmp_path / "sft", eval_dataset={name: DATA[sft], "/x": DATA[sft]})
     assert f"eval/{name}/loss" in metrics
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "pipeline", "sft"}
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "sft"}
     assert len(list((tmp_path / "run/images").iterdir())) == 4
     assert all(path.resolve().is_relative_to(tmp_path) for path in tmp_path.rglob("*"))
 
@@ -158,25 +155,18 @@ def test_no_file_is_written_through_a_link(gpt2_dir, tmp_path):
     assert foreign.read_text() == "keep" and (tmp_path / ".tmp-env.json/env.json").exists()
 
 
-RAISES = """import sys
-from common.cli import cli
-from common.errors import InputError
+RAISES = """import builtins, sys
+from common import cli, errors
 
-kind = {"ValueError": ValueError, "InputError": InputError, "KeyError": KeyError}[sys.argv.pop()]
-
+kind = sys.argv.pop()
 
 def main(args):
-    error = kind("\\x1b]0;title\\x07", "two")
+    error = getattr(builtins, kind, errors.InputError)("\\x1b]0;title\\x07", "two")
     error.add_note("a note\\n\\x9b31m")
     raise error
 
-
-class Args:
-    required = ()
-
-
-cli.__globals__["parse"] = lambda *given: Args()
-cli(Args, main)
+cli.parse = lambda *given: None
+cli.cli(None, main)
 """
 
 

@@ -17,7 +17,6 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
-from signal import SIGSTOP
 
 import pytest
 from harness import ALGOS, ROOT, SETTINGS, at, by_default, command, files, launch, lines, same
@@ -59,8 +58,7 @@ def again(run, whole, tmp_path):
 
     def start(algo, *more):
         process = run(algo, *more)
-        same(tmp_path / "run", whole(algo)[0])
-        ends_clean(tmp_path / "run")
+        ends_as(tmp_path / "run", whole(algo)[0])
         return process
 
     return start
@@ -124,12 +122,10 @@ def tree(folder):
     return {path: (found.st_ino, found.st_size, found.st_mtime_ns) for path, found in stats.items()}
 
 
-WAIT = "import time\nwhile 'TracerPid:\\t0' in open('/proc/self/status').read(): time.sleep(0.01)\n"
-
-
 def copies(folder, argv, scripts, target):
     """The states, oldest first, that a folder goes through while a command runs in it, each a copy of it."""
-    process = scripts.start(argv, folder, patch=WAIT)
+    wait = "import time\nwhile 'TracerPid:\\t0' in open('/proc/self/status').read(): time.sleep(0.01)\n"
+    process = scripts.start(argv, folder, patch=wait)
     seen = []
     target.mkdir()
 
@@ -144,11 +140,9 @@ def copies(folder, argv, scripts, target):
     return sorted(target.iterdir())
 
 
-ONE_MORE = 4  # a kill between the last checkpoint and its pruning leaves one that nothing prunes later
-
-
-def ends_clean(folder, checkpoints=3):
-    """At most so many checkpoints: the newest two and the best."""
+def ends_as(folder, whole, checkpoints=3):
+    """With the bytes of a whole run, and at most so many checkpoints: the newest two and the best."""
+    same(folder, whole)
     records = lines(folder / "metrics.jsonl")
     names = [(record["step"], name) for record in records for name in record if name != "step"]
     assert len(names) == len(set(names)) and names == sorted(names, key=lambda name: name[0]), "each step once"
@@ -160,9 +154,8 @@ NEW, SAME, OTHER = "a new run", "the same command", "another command"
 HOW = [pytest.param(how, marks=pytest.mark.case(number)) for how, number in ((NEW, 2), (SAME, 78), (OTHER, 78))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("algo", ALGOS)
+@by_default()
 def test_killed_before_each_change_of_a_file(algo, how, ended, scripts, work, whole, tmp_path):
     """A whole run, and the first steps of one that continues, with torn metrics. Another command continues from the
     first checkpoint under another learning rate."""
@@ -182,8 +175,8 @@ def test_killed_before_each_change_of_a_file(algo, how, ended, scripts, work, wh
     assert len(states) > 150 or how != NEW
     for state in states if how == NEW else states[:36]:
         scripts.run(argv, state)
-        same(state / "run", expected)
-        ends_clean(state / "run", ONE_MORE)
+        # a kill between the last checkpoint and its pruning leaves one that nothing prunes later
+        ends_as(state / "run", expected, checkpoints=4)
         shutil.rmtree(state)
 
 
@@ -192,7 +185,6 @@ def test_killed_before_each_change_of_a_file(algo, how, ended, scripts, work, wh
 NO_ROOM = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (9000, r.RLIM_INFINITY))"  # for files of more bytes
 HALF_A_LINE = """open(args[0].dir / "metrics.jsonl", "a").write('{"step": 20'); raise OSError("no space left")"""
 FAIL = "raise LookupError('no server')"
-TWICE = "[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
 STEP = ("torch.optim", "AdamW.step", 7)
 EXCESS = "import torch; torch.empty(2**60, dtype=torch.uint8)"
 
@@ -203,7 +195,7 @@ FAULTS = {
     "logging": ("sft", 3, -9, at("common.run", "Run.append", 6), ""),
     "evaluation": (None, 3, -9, at("common.run", "Run.samples", 2), ""),
     "model of a checkpoint": ("ppo", 2, -9, at("safetensors.torch", "save_file", 5, tear=True), ""),
-    "two interrupts": ("sft", 7, 130, at(*STEP, signal=TWICE), ""),
+    "two interrupts": ("sft", 7, 130, at(*STEP, signal="[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"), ""),
     "an error in an update": ("ppo", 33, 1, at(*STEP, signal=FAIL), "last step on disk is in run/checkpoints/step_"),
     "no memory": ("sft", 65, 2, at(*STEP, signal=EXCESS), "out of memory: lower --micro-batch-size"),
     "a full disk in a line": ("sft", 77, 1, at("common.run", "Run.append", 9, signal=HALF_A_LINE), "no space left"),
@@ -238,8 +230,7 @@ from torch.distributed.checkpoint import state_dict
 state_dict.set_optimizer_state_dict = lambda *args, **options: None
 """,
     "one row of the data": """
-import types
-import numpy
+import types, numpy
 import common.seeding as s
 rng = s.rng
 def shifted(seed, stream, *ids):
@@ -265,8 +256,7 @@ def test_a_resume_that_forgets_something_is_noticed(algo, patch, ended, run, who
     folder, _ = ended(algo, tmp_path / "run")
     run(algo, patch=f"{HERE}import common.checkpoint as c\n{patch}")
     with pytest.raises(AssertionError):
-        same(folder, whole(algo)[0])
-        ends_clean(folder)
+        ends_as(folder, whole(algo)[0])
 
 
 # ---- Broken files ----------------------------------------------------------------------------------------------------
@@ -407,8 +397,7 @@ def test_a_signal_saves_and_names_the_command(algo, code, which, place, scripts,
         assert lines(folder / "metrics.jsonl")[-1]["step"] == step
         argv = shlex.split(text.partition("to continue: ")[2])[1:]
     scripts.run(argv, tmp_path)
-    same(folder, whole(algo)[0])
-    ends_clean(folder)
+    ends_as(folder, whole(algo)[0])
 
 
 @pytest.mark.case(8)
@@ -439,15 +428,13 @@ def stat(pid):
         return "Z"
 
 
-HELD = at("torch.optim", "AdamW.step", 3, signal=SIGSTOP)  # a process that stands still in the middle of a step
-
-
 @pytest.mark.case(5)
 @pytest.mark.case(24)
 @every_script
 def test_the_run_directory_is_locked_until_its_process_ends(algo, scripts, work, refused, again, tmp_path):
     """Also when the process that has started it is killed."""
-    pid = scripts.start(command(work, algo, "run"), tmp_path, patch=HELD).pid
+    held = at("torch.optim", "AdamW.step", 3, signal=signal.SIGSTOP)  # it stands still in the middle of a step
+    pid = scripts.start(command(work, algo, "run"), tmp_path, patch=held).pid
     wait_until(lambda: stat(pid)[0] == "T")
     launcher = int(stat(pid)[1])
     os.kill(launcher, signal.SIGKILL)
@@ -460,8 +447,6 @@ def test_the_run_directory_is_locked_until_its_process_ends(algo, scripts, work,
 
 
 # ---- The same command, another command -------------------------------------------------------------------------------
-
-LONGER = {"ppo": ["--total-episodes", "64"], "grpo": ["--total-episodes", "64"], "ddpo": ["--num-epochs", "8"]}
 
 
 @pytest.mark.case(14)
@@ -477,13 +462,16 @@ def test_another_configuration_is_an_error_that_lists_the_differences(algo, ende
         assert f"--{flag}" in message, flag
     assert "--save-every" not in message, "a neutral flag is no difference"
     assert "--resume" in message and "--run-dir" in message, "what to do"
+    ended(algo, tmp_path / "elsewhere")  # whose checkpoints are not to be continued in this directory
+    assert refused(algo, "run", *more, "--resume", "elsewhere") == message
 
 
 @pytest.mark.case(15)
 @by_default("sft")
 def test_a_longer_run_from_a_checkpoint(algo, scripts, work, tmp_path):
     """With a constant learning rate the steps are those of the longer run from its start."""
-    more = ["--lr-schedule", "constant", *LONGER.get(algo, ["--total-steps", "16"])]
+    longer = {"ppo": "--total-episodes=64", "grpo": "--total-episodes=64", "ddpo": "--num-epochs=8"}
+    more = ["--lr-schedule", "constant", longer.get(algo, "--total-steps=16")]
     scripts.run(command(work, algo, "short", "--lr-schedule", "constant"), tmp_path)
     scripts.run(command(work, algo, "long", *more), tmp_path)
     checkpoints = sorted((tmp_path / "short/checkpoints").iterdir())
@@ -548,8 +536,7 @@ SURROUNDINGS = {"TZ": "Asia/Kathmandu", "LC_ALL": "C", "LANG": "tr_TR.UTF-8", "P
 
 
 @pytest.mark.case(66)
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ALGOS)
+@by_default()
 def test_clock_time_zone_locale_and_hash_seed_change_nothing(algo, work, whole, tmp_path):
     done = launch([sys.executable, "-c", CLOCK], command(work, algo, "run"), tmp_path, work, **SURROUNDINGS)
     assert done.returncode == 0, done.stderr
@@ -557,8 +544,7 @@ def test_clock_time_zone_locale_and_hash_seed_change_nothing(algo, work, whole, 
 
 
 @pytest.mark.case(67)
-@pytest.mark.slow
-@pytest.mark.parametrize("algo", ALGOS)
+@by_default()
 def test_another_number_of_threads_changes_rounding_only(algo, scripts, work, tmp_path):
     metrics = []
     for threads in "1", "2":

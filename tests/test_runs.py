@@ -3,50 +3,29 @@
 import importlib.util
 import json
 import re
-import shutil
 
 import pytest
-from harness import BIN, ROOT, at, command, files, flags, launch, lines, once, same, torchrun
+from harness import BIN, ROOT, at, command, flags, launch, lines, same, torchrun
 from helpers import equal, weights
 
 
-def test_resume_never_repeats_the_run_beside_it(scripts, work, whole, tmp_path):
-    for name in "run", "run-2":
-        shutil.copytree(whole("ppo")[0], tmp_path / name)
-    scripts.run(command(work, "ppo", "run", "--resume", "never"), tmp_path)
-    same(tmp_path / "run-3", whole("ppo")[0])
-
-
-def test_the_default_directory_is_named_by_what_decides_the_result(scripts, work, tmp_path):
-    short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
-    for more in [], ["--micro-batch-size", "2"]:
-        process = scripts.run([ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, *more], tmp_path)
-    [run] = (tmp_path / "runs").iterdir()
-    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run.name) and f"runs/{run.name} is finished" in process.out
-
-
 def test_a_new_run_names_the_one_with_the_same_flags_and_other_files(scripts, work, tmp_path):
-    """As after an edit, or where the file that an option names is one that the reward writes."""
+    """As after an edit, or where the file that an option names is one that the reward writes. The default directory is
+    named by what decides the result, which config.yaml has. --resume never repeats the run beside it."""
     short = "--total-episodes 8 --eval-every 0 --save-every 0".split()
-    reward = ["--reward", f"{work}/user.py:reward:log=log.txt"]
-    argv = [ROOT / "algos/ppo.py", *once([*flags(work, "ppo"), *short, *reward])]
+    argv = [ROOT / "algos/ppo.py", *flags(work, "ppo"), *short, "--reward", f"{work}/user.py:reward:log=log.txt"]
     assert "a new run" not in scripts.run(argv, tmp_path).out
-    (tmp_path / "log.txt").touch()
     [run] = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"ppo-[0-9a-f]{8}", run.name)
+    same_run = [ROOT / "algos/ppo.py", "--config", run / "config.yaml", "--threads", "1", "--micro-batch-size", "2"]
+    assert f"runs/{run.name} is finished" in scripts.run(same_run, tmp_path).out
+    (tmp_path / "log.txt").touch()
     said = f"a new run: {run.name} has the same flags, but not the same files:\n"
     assert f"{said}  the file of --reward has changed\n" in scripts.run(argv, tmp_path).out
-    assert "a new run" not in scripts.run([*argv, "--resume", "never"], tmp_path).out
-
-
-def test_resume_path_into_the_directory_of_another_run_is_refused(scripts, work, ended, tmp_path):
-    """The directory `a` holds a finished run of another seed; step 12 of run `b` is to be continued there."""
-    ended("ppo", tmp_path / "b")
-    scripts.run(command(work, "ppo", "a", "--seed", "5"), tmp_path)
-    before = files(tmp_path / "a")
-    argv = command(work, "ppo", "a", "--resume", "b/checkpoints/step_00000012")
-    process = scripts.run(argv, tmp_path, expect=2)
-    assert "a holds a run with another configuration" in process.err and "--seed: was 5, is 1" in process.err
-    assert files(tmp_path / "a") == before
+    [new] = {*run.parent.iterdir()} - {run}
+    for number in 2, 3:
+        assert "a new run" not in scripts.run([*argv, "--resume", "never"], tmp_path).out
+        same(run.with_name(f"{new.name}-{number}"), new)
 
 
 PLAN = """
@@ -78,23 +57,13 @@ def test_the_best_model_is_that_of_this_run(scripts, work, tmp_path, what):
     else:
         kill = at("common.run", "Run.stop_requested", 13)
         scripts.run(command(work, "sft", "run", *longer), tmp_path, expect=-9, patch=patch + kill)
-    argv = once([*command(work, "sft", "run", *longer), *how])
-    scripts.run(argv, tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
+    scripts.run(command(work, "sft", "run", *longer, *how), tmp_path, patch=PLAN.format(root=str(ROOT), plan=then))
     folder = tmp_path / ("new" if "new" in how else "run")
     state = json.loads((folder / "checkpoints/step_00000020/state.json").read_text())
     assert state["best_step"] == best and state["best_score"] == -({**first, **then}[best])
     found = weights(folder / "hf_model_best")
     of_step = weights(folder / f"checkpoints/step_{best:08d}")
     assert equal(found, {name: of_step[name] for name in found})
-
-
-def test_config_yaml_repeats_the_run(scripts, work, whole, tmp_path):
-    folder = whole("ppo")[0]
-    config = folder / "config.yaml"
-    scripts.run([ROOT / "algos/ppo.py", "--config", config, "--threads", "1", "--run-dir", "again"], tmp_path)
-    assert (tmp_path / "again/metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
-    hashes = [json.loads((path / "env.json").read_text())["hash"] for path in (folder, tmp_path / "again")]
-    assert hashes[0] == hashes[1]
 
 
 @pytest.mark.case(61, "ppo")

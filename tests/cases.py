@@ -83,10 +83,7 @@ CASES = {
     73: ("ilql: rewards that are no numbers, all equal, rows of one action", "error; works; works"),
     74: ("pairs: ties, a single pair, odd batches", "works, finite"),
     75: ("adaptive KL coefficient at its limits", "stays positive"),
-    76: (
-        "negative control: resume forgets the optimizer, a row of the data, statistics, lost lines",
-        "noticed",
-    ),
+    76: ("negative control: resume forgets the optimizer, a row of the data, statistics, lost lines", "noticed"),
     77: ("the disk is full in the middle of a line of metrics", "error code; with room again, exact"),
     78: ("kill -9 before each system call that changes the directory, while a killed, torn run continues", "exact"),
     80: ("other micro-batches, decode batches, packing, checkpointing", "equal to 1e-9; same samples"),
@@ -107,10 +104,7 @@ CASES = {
     98: ("calls that could run code from files, in any file of the project", "there are none"),
     99: ("a function changes the working directory, then raises or not", "nothing elsewhere is touched; exact"),
     101: ("an evaluation whose metric draws is repeated after an error", "the same numbers"),
-    102: (
-        "the rows, their tokens or a model's commit change while a run waits",
-        "error that names what",
-    ),
+    102: ("the rows, their tokens or a model's commit change while a run waits", "error that names what"),
     103: (
         "a run goes on with other settings, in its directory or another",
         "the best model is of this run's evaluations",

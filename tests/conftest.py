@@ -32,17 +32,15 @@ from common import run as run_module
 pytest_plugins = ["harness", "helpers"]
 FAMILIES = "gpt2", "llama", "qwen3"
 POSITIONS = 32
+SIZES = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_ends():
     """Runs in the process of the tests leave an empty curve.png and wait for no disk: both took half of their time. The
     processes that `harness` starts draw the curves, and test_reports.py does."""
-
-    def undrawn(records, names, title, path):
-        path.touch()
-
-    with patch.object(run_module, "draw_curves", undrawn), patch.object(os, "fsync", lambda descriptor: None):
+    undrawn = patch.object(run_module, "draw_curves", lambda records, names, title, path: path.touch())
+    with undrawn, patch.object(os, "fsync", lambda descriptor: None):
         yield
 
 
@@ -68,15 +66,13 @@ def build_model():
         letters = randomwalks.tokenizer()
         options = {f"{name}_token_id": getattr(letters, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         options |= {"vocab_size": len(letters), "initializer_range": 0.3, **config}
-        sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": POSITIONS}
+        sizes = SIZES | {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": POSITIONS}
         if family == "gpt2":
             options = {"n_layer": 2, "n_embd": 12, "n_head": 2, "n_positions": POSITIONS} | options
             config = GPT2Config(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, **options)
-        elif family == "llama":
-            config = LlamaConfig(**sizes, **({"tie_word_embeddings": False} | options))
         else:
-            config = Qwen3Config(**sizes, **({"tie_word_embeddings": True} | options))
+            kind = LlamaConfig if family == "llama" else Qwen3Config
+            config = kind(**sizes, **({"tie_word_embeddings": family == "qwen3"} | options))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -94,8 +90,7 @@ def build_pipeline():
     def build(prediction_type="epsilon", dtype=torch.float32, seed=0, **scheduler):
         words = shapes.tokenizer()
         ids = {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-        sizes = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes |= {"max_position_embeddings": words.model_max_length, "vocab_size": len(words), "initializer_range": 1.0}
+        sizes = {"max_position_embeddings": words.model_max_length, "vocab_size": len(words), "initializer_range": 1.0}
         options = {"steps_offset": 1, "clip_sample": False, "set_alpha_to_one": False, "beta_schedule": "scaled_linear"}
         options |= {"prediction_type": prediction_type, **scheduler}
         with torch.random.fork_rng(devices=[]):
@@ -110,7 +105,7 @@ def build_pipeline():
                 down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
                 mid_block_add_attention=False, scaling_factor=0.7,
             )  # fmt: skip
-            text_encoder = CLIPTextModel(CLIPTextConfig(**sizes, **ids))
+            text_encoder = CLIPTextModel(CLIPTextConfig(**SIZES, **sizes, **ids))
         for name, weight in unet.named_parameters():
             if "attn2" in name:
                 weight.data *= 4
@@ -161,9 +156,7 @@ collected, outcomes = {}, {}  # {test: [(number, scripts)]}, {test: whether it p
 
 def pytest_addoption(parser):
     parser.addoption("--table", metavar="FILE", help="write what became of the cases of tests/cases.py")
-    parser.addoption(
-        "--script", metavar="FILE", help="check this script alone, a copy of one of algos/: test_script.py"
-    )
+    parser.addoption("--script", metavar="FILE", help="check this script, a copy of one of algos/: test_script.py")
     parser.addoption("--with", metavar="FLAGS", default="", help="flags that every run of --script gets")
 
 
@@ -213,8 +206,7 @@ def case_table(tests):
 @pytest.fixture
 def cases(request):
     """table: case_table of the tests that were found; whole: whether all files were looked at."""
-    found = case_table(collected)
-    return SimpleNamespace(table=found, whole=request.config.args == request.config.getini("testpaths"))
+    return SimpleNamespace(table=case_table(collected), whole=request.config.args == request.config.getini("testpaths"))
 
 
 def pytest_sessionfinish(session):

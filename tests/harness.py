@@ -26,23 +26,18 @@ USER_FILE = '''
 def reward(samples, prompts, outputs, shift, **columns):
     return [(sum(map(ord, sample)) + s) % 11 / 11 for sample, s in zip(samples, shift)]
 
-
 def coarse_reward(samples, prompts, outputs, shift, **columns):
     """Every other pair of responses has equal ones."""
     return [(sum(map(ord, sample)) + s) % 2 / 2 for sample, s in zip(samples, shift)]
 
-
 def metric(samples, prompts, outputs, **columns):
     return {"vowels": [sum(c in "aeiou" for c in output) for output in outputs]}
-
 
 def image_reward(images, shift, **columns):
     return [image.mean().item() * 10 + s for image, s in zip(images, shift)]
 
-
 def image_metric(images, **columns):
     return {"red": images[:, 0].mean((1, 2)).tolist()}
-
 
 def bad_reward(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
@@ -120,15 +115,11 @@ def at(module, name, number, tear=False, signal=9):
     return AT.format(root=str(ROOT), module=module, name=name, number=number, tear=tear, action=action)
 
 
-INSTRUCTIONS = "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR"  # see .ci/run
-
-
 def environment(work, **more):
-    """What runs see: no network, no accounts, one thread, the instructions of the tests."""
-    keep = "PATH", "HOME", "TMPDIR", "LANG", *INSTRUCTIONS
+    """What runs see: no network, no accounts, one thread, the instructions of the tests (see .ci/run)."""
+    keep = "PATH HOME TMPDIR LANG ATEN_CPU_CAPABILITY ONEDNN_MAX_CPU_ISA MKL_ENABLE_INSTRUCTIONS MKL_CBWR".split()
     keep = {name: os.environ[name] for name in keep if name in os.environ}
-    fixed = {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    fixed |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    fixed = {"HF_HUB_OFFLINE": "1", "COLUMNS": "120", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return keep | fixed | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
 
@@ -239,12 +230,13 @@ def scripts(work):
         server.wait(30)
 
 
-STEPS = "--total-steps 12 --batch-size 8 --save-every 2 --eval-every 4"
+COMMON = "--lr-schedule cosine --warmup-steps 3 --weight-decay 0.1 --threads 1"
+STEPS = f"--model model {COMMON} --total-steps 12 --batch-size 8 --save-every 2 --eval-every 4"
 SAMPLED = f"{STEPS} --eval-prompts eval.jsonl --metric user.py:metric --max-new-tokens 6"
 ROLLED = (
-    "--dataset prompts.jsonl --eval-dataset eval.jsonl --metric user.py:metric --total-episodes 48 --lr 1e-2 "
-    "--rollout-batch-size 8 --batch-size 4 --ppo-epochs 2 --temperature 0.7 --max-new-tokens 6 --save-every 4 "
-    "--eval-every 8"
+    f"--model model {COMMON} --dataset prompts.jsonl --eval-dataset eval.jsonl --metric user.py:metric --lr 1e-2 "
+    "--total-episodes 48 --rollout-batch-size 8 --batch-size 4 --ppo-epochs 2 --temperature 0.7 --max-new-tokens 6 "
+    "--save-every 4 --eval-every 8"
 )
 SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold matters; metrics and rewards besides
     "ppo": f"{ROLLED} --reward user.py:reward --kl-target 0.5 --kl-horizon 16 --score-scaling running",
@@ -254,9 +246,9 @@ SETTINGS = {  # runs of a second or two in which all that a checkpoint must hold
     "sft": f"{SAMPLED} --dataset rows.jsonl --eval-dataset held_out.jsonl --lr 3e-2",
     "reward": f"{STEPS} --dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --lr 1e-2",
     "dpo": f"{SAMPLED} --dataset pairs.jsonl --eval-dataset held_out_pairs.jsonl --lr 1e-2 --beta 0.1",
-    "ddpo": "--dataset captions.jsonl --eval-dataset captions.jsonl --reward user.py:image_reward --num-epochs 6 "
-    "--metric user.py:image_metric --rollout-batch-size 4 --batch-size 2 --num-inference-steps 2 --stat-min-count 2 "
-    "--save-every 2 --eval-every 4 --lr 1e-3 --guidance-scale 1 --cliprange 1e-3",
+    "ddpo": f"--model pipeline {COMMON} --dataset captions.jsonl --eval-dataset captions.jsonl --num-epochs 6 "
+    "--reward user.py:image_reward --metric user.py:image_metric --rollout-batch-size 4 --batch-size 2 --lr 1e-3 "
+    "--num-inference-steps 2 --stat-min-count 2 --save-every 2 --eval-every 4 --guidance-scale 1 --cliprange 1e-3",
 }
 ALGOS = list(SETTINGS)
 
@@ -268,9 +260,8 @@ def by_default(*named):
 
 
 def flags(work, algo):
-    text = f"--model {'pipeline' if algo == 'ddpo' else 'model'} {SETTINGS[algo]}"
-    text += " --lr-schedule cosine --warmup-steps 3 --weight-decay 0.1 --threads 1"
-    return [f"{work}/{word}" if (work / word.partition(":")[0]).exists() else word for word in text.split()]
+    words = SETTINGS[algo].split()
+    return [f"{work}/{word}" if (work / word.partition(":")[0]).exists() else word for word in words]
 
 
 def command(work, algo, run_dir, *more, root=ROOT):
@@ -293,14 +284,13 @@ def whole(scripts, work):
 def ended(scripts, work):
     """ended(algo, target) -> a copy of a run that kill -9 ended when its last logged step was in no checkpoint yet, and
     the steps of its checkpoints."""
-    found = {}
 
     def get(algo, target):
-        if algo not in found:
-            found[algo] = work / f"ended-{algo}"
+        folder = work / f"ended-{algo}"
+        if not folder.exists():
             place = ("common.run", "Run.stop_requested", 5 if algo in ("ppo", "grpo", "ddpo") else 9)
-            scripts.run(command(work, algo, found[algo]), work, expect=-9, patch=at(*place))
-        run = Path(shutil.copytree(found[algo], target))
+            scripts.run(command(work, algo, folder), work, expect=-9, patch=at(*place))
+        run = Path(shutil.copytree(folder, target))
         steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir())
         assert len(steps) > 1 and lines(run / "metrics.jsonl")[-1]["step"] > steps[-1]
         return run, steps

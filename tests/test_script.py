@@ -26,8 +26,8 @@ class Script:
         self.path = path
         self.given = given  # flags that every run gets
         self.kind = max(ALGOS, key=lambda algo: self.shared_lines(ROOT / f"algos/{algo}.py"))
-        module = import_file(path, path.read_bytes())
-        self.fields = {field.name: field.default for field in dataclasses.fields(module.Args)}
+        self.module = import_file(path, path.read_bytes())
+        self.fields = {field.name: field.default for field in dataclasses.fields(self.module.Args)}
 
     def needs_common(self):
         if "from common" not in self.path.read_text():
@@ -50,12 +50,9 @@ class Script:
 
 
 def pytest_generate_tests(metafunc):
+    paths = [pytest.param(ROOT / f"algos/{algo}.py", marks=pytest.mark.slow, id=algo) for algo in ALGOS]
     given = metafunc.config.getoption("--script")
-    if given:
-        paths = [given]
-    else:
-        paths = [pytest.param(ROOT / f"algos/{algo}.py", marks=pytest.mark.slow, id=algo) for algo in ALGOS]
-    metafunc.parametrize("script", paths, indirect=True, scope="session")
+    metafunc.parametrize("script", [given] if given else paths, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +65,7 @@ def script(request):
 
 def settings(script):
     """In float64. With the usual epsilon Adam makes steps of rounding errors where a gradient is zero."""
-    model = "pipeline" if script.kind == "ddpo" else "model"
-    text = f"--model {model} {SETTINGS[script.kind]} --lr-schedule cosine --warmup-steps 3 --weight-decay 0.1"
-    return f"{text} --threads 1 --dtype float64 --adam-eps 1e-6 --attn-implementation sdpa"
+    return f"{SETTINGS[script.kind]} --dtype float64 --adam-eps 1e-6 --attn-implementation sdpa"
 
 
 PATH = f"import sys; sys.path.append({str(ROOT)!r})\n"  # as PYTHONPATH does, for a copy that lies elsewhere
@@ -96,16 +91,13 @@ def base(run):
 
 def test_new_defaults_are_tried(script):
     """A run of the tests has settings of its own, which would hide a default that the copy has changed."""
-    module = import_file(ROOT / f"algos/{script.kind}.py", (ROOT / f"algos/{script.kind}.py").read_bytes())
-    before = {field.name: field.default for field in dataclasses.fields(module.Args)}
-    set_here = {
-        *re.findall(r"--([\w-]+)", settings(script)),
-        *re.findall(r"(?m)^(\w+):", (ROOT / module.TASK).read_text()),
-    }
+    original = Script(ROOT / f"algos/{script.kind}.py")
+    set_here = {*re.findall(r"--([\w-]+)", settings(script))}
+    set_here |= {*re.findall(r"(?m)^(\w+):", (ROOT / original.module.TASK).read_text())}
     given = {*re.findall(r"--([\w-]+)", script.given)}
     for name, value in script.fields.items():
         flag = name.replace("_", "-")
-        if before.get(name, value) != value and {name, flag} & set_here and flag not in given:
+        if original.fields.get(name, value) != value and {name, flag} & set_here and flag not in given:
             pytest.skip(f"not tried: the new default of --{flag}, which the tests set: add --with='--{flag} {value}'")
 
 
@@ -132,15 +124,9 @@ def test_it_learns_its_embedded_task_a_little(script, scripts, tmp_path):
     assert enough, f"{name} went from {values[0]:.3f} to {values[-1]:.3f}; expected a change of {growth} or more"
 
 
-START = {  # metric -> its value where the policy is still the one that sampled, and the reference
-    "policy/ratio": 1,
-    "policy/approxkl": 0,
-    "policy/clipfrac": 0,
-    "objective/kl": 0,
-    "loss/kl": 0,
-    "rewards/chosen": 0,
-    "rewards/margins": 0,
-}
+# metric -> its value where the policy is still the one that sampled, and the reference
+START = dict.fromkeys("policy/approxkl policy/clipfrac objective/kl loss/kl rewards/chosen rewards/margins".split(), 0)
+START |= {"policy/ratio": 1}
 
 
 def test_it_starts_with_ratio_1_and_kl_0(script, run):

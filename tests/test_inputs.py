@@ -77,26 +77,18 @@ ROWS = {
 COLUMN = dict.fromkeys(SCORED.split(), "prompt") | dict.fromkeys(PAIRS.split(), "chosen")  # that TEXT stands for
 COLUMN |= {"sft": "completion", "ilql": "completion"}
 USER_FILE = """
-import os
-import signal
-import time
-
+import os, signal, time
+from math import nan
 import numpy as np
-
-nan = float("nan")
-
 
 def reward(prompts, **columns):
     return [len(prompt) / 10 + i for i, prompt in enumerate(prompts)]
 
-
 def metric(prompts, **columns):
     return {"length": reward(prompts, **columns)}
 
-
 def no_such_column(prompts, answer):
     return [0.0] * len(prompts)
-
 
 def rows(found="5"):
     return {"5": [{"prompt": "b"}, 5], "nothing": None}[found]
@@ -106,7 +98,7 @@ def rows(found="5"):
 def returning(value):
     """Functions of the user, and one that returns what the text of an expression says; n is the number of samples."""
     head = "def result(prompts, output_ids=None, **columns):\n    n = len(prompts)\n"
-    return f"{USER_FILE}\n\n{head}    return {value}\n"
+    return f"{USER_FILE}\n{head}    return {value}\n"
 
 
 def rows_with(*changes):
@@ -332,12 +324,9 @@ def rows_of(table):
 
 USER = user("b")
 ANSWER = answer("c")
-OTHER = answer("d")
 TALK = [USER, ANSWER]
 ASKED = {"prompt": [USER], "completion": [ANSWER], "reward": 1}
-COMPARED = {"prompt": [USER], "chosen": [ANSWER], "rejected": [OTHER]}
 DIALOGUE = {"dialogue": ["b", "c", "d", "e"], "reward": [1, 2]}
-MARGIN = PAIR[0] | {"margin": 1.0}
 FOUND = 'a chat is a list of {"role": one of system, developer, user, assistant, tool; "content": text}, found '
 LAST = "the last message must be the assistant's"
 NO_DIALOGUE = "'dialogue' must be a list prompt, output, prompt, output, ..."
@@ -421,12 +410,8 @@ def test_metrics_that_are_refused():
 @pytest.mark.parametrize("error", [KeyError("answer"), KeyboardInterrupt(), Stopped(143)], ids=repr)
 def test_what_a_function_raises_keeps_its_class(error):
     """A traceback ends with the function's name. Whoever ends the run may do so while the function runs."""
-
-    def score(outputs):
-        raise error
-
     with pytest.raises(type(error)) as raised:
-        call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+        call_function(Mock(side_effect=error), "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
     notes = ["in a call of r.py:f"] if isinstance(error, Exception) else []
     assert raised.value is error and getattr(error, "__notes__", []) == notes
 
@@ -499,7 +484,7 @@ NO_ROWS = [  # what reads the rows, a good row, what makes it a bad second one, 
     (segments, DIALOGUE, {"dialogue": ["b", "c", "d"]}, f": {NO_DIALOGUE}"),
     (segments, DIALOGUE, {"dialogue": []}, f": {NO_DIALOGUE}"),
     (segments, DIALOGUE, {"dialogue": ["b", 5]}, ", part of row 2: 'dialogue' must be valid text, not 5"),
-    (pairs, COMPARED, {"rejected": []}, f", rejected: {LAST}"),
+    (pairs, {"prompt": [USER], "chosen": [ANSWER], "rejected": [answer("d")]}, {"rejected": []}, f", rejected: {LAST}"),
 ]
 for text in (None, 5, ["b"]):
     NO_ROWS.append((pairs, PAIR[0], {"rejected": text}, f": 'rejected' must be valid text, not {text!r}"))
@@ -548,7 +533,7 @@ def test_rewards_and_margins_that_are_refused(letters):
             ilql.encode_episodes(second(row, **changes), letters, 32, "--dataset")
     for value in (NAN, INF, "1"):
         with refused(f"--dataset row 2: 'margin' must be a finite number, not {value!r}"):
-            reward.encode_texts(second(MARGIN, margin=value), letters, 32, "--dataset")
+            reward.encode_texts(second(PAIR[0] | {"margin": 1.0}, margin=value), letters, 32, "--dataset")
 
 
 CHECK = "--check --eval-every 1"  # calls all functions of the user
@@ -557,20 +542,16 @@ BAD_METRIC = f"{CHECK} --metric user.py:result"
 EVALUATED = "--eval-every 1"
 NOT_ASKED = "--eval-prompts None --eval-dataset"
 ROBOT = [{"messages": TALK}, {"messages": [turn("robot", "b"), ANSWER]}]
-NO_PROMPTS = "--metric needs rows with a prompt to sample from: give --eval-prompts"
-NO_TOKENIZER = "cannot be loaded: it has no tokenizer: give one"
 LOADED, WRITTEN = "--model model cannot be loaded: ", "cannot be written: "
 RAISING = returning("[prompt.index('?') for prompt in prompts]")
 RIGHT, LOSS = (returning(f"{{{name!r}: [1.0] * n}}") for name in ("accuracy", "loss"))
 BOTH = returning("{'score': [1.0] * n, 'n': [2.0] * n}")
 NO_TEXT = rows_with({}, {}, {"TEXT": "b\udc00c"})
-EXTRA = rows_with({}, {}, {"extra": 1})
 SAME = rows_with(*[{"chosen": "f", "rejected": "f"}] * 4)
-RAISED = ["prompt.index", "ValueError: substring"]
 REFUSED = [
     entry(25, SCORED, "user.py:result returned nan for row 2", BAD_REWARD, user_py=returning("[1.0, nan] * 2")),
     entry(25, MEASURED, "numbers}; it returned 'bad': [nan", BAD_METRIC, user_py=returning("{'bad': [nan] * n}")),
-    common(29, MEASURED, RAISED, BAD_METRIC, user_code=True, user_py=RAISING),
+    common(29, MEASURED, ["prompt.index", "ValueError: substring"], BAD_METRIC, user_code=True, user_py=RAISING),
     entry(29, SCORED, "no_such_column: missing a required", "--model ./nope --reward user.py:no_such_column"),
     entry(29, MEASURED, "no_such_column: missing a required", "--model ./nope --metric user.py:no_such_column"),
     entry(29, ROLLED, "no_such_column: missing a required", "--model ./nope --rollout user.py:no_such_column"),
@@ -589,8 +570,8 @@ REFUSED = [
     entry(37, ROLLED, "row 2: a prompt of 29 tokens and --max-new-tokens 4", rows=second(PROMPTS[0], prompt="b" * 29)),
     entry(38, SAMPLED, "tokens and --max-new-tokens 32 exceed the model's 32 positions", "--max-new-tokens 32"),
     entry(45, EVERY, "--dataset row 3 holds \\udc00, which must not be in", rows=NO_TEXT, also=[43]),
-    common(46, EVERY, ["row 3 and row 1 differ in their columns: extra"], rows=EXTRA),
-    common(46, PROMPTED, NO_PROMPTS, f"{NOT_ASKED} None"),
+    common(46, EVERY, ["row 3 and row 1 differ in their columns: extra"], rows=rows_with({}, {}, {"extra": 1})),
+    common(46, PROMPTED, "--metric needs rows with a prompt to sample from: give --eval-prompts", f"{NOT_ASKED} None"),
     entry(46, "dpo", "expected prompt", f"{NOT_ASKED} a.jsonl", a_jsonl=[{"chosen": "b c", "rejected": "b d"}]),
     entry(47, PAIRS, ["--dataset: no pair is left: ", "4", "equal"], rows=SAME),
     common(49, TEXT, [f"--dataset row 2: {FOUND}{{'role'", "with the role 'robot'"], model="chats", rows=ROBOT),
@@ -598,7 +579,7 @@ REFUSED = [
     common(50, TEXT, ["row 1: the chat template cannot render", "is not set"], rows=ROBOT[:1]),
     common(51, SAMPLED, "the tokenizer has no end-of-sequence token", model="no_eos"),
     entry(51, "ddpo", "its tokenizer (", model="one_more_token"),
-    common(51, TEXT, f"--model model {NO_TOKENIZER}", model="no_tokenizer"),
+    common(51, TEXT, f"{LOADED}it has no tokenizer: give one", model="no_tokenizer"),
     entry(51, REFERRED, "--ref-model reference differs from --model", "--ref-model reference"),
     common(52, EVERY, "--dataset rows.jsonl has no rows", rows="\n  \n"),
     entry(55, LOADERS, "--model org/nope cannot be loaded: ", "--model org/nope"),
@@ -696,10 +677,6 @@ PLACES = {  # how the error of a loss says where it was
 }
 
 
-def each(algos):
-    return pytest.mark.parametrize("algo", algos.split())
-
-
 @pytest.mark.case(30, MEASURED)
 def test_a_function_that_hangs(command):
     """There is no timeout: a judge may take its time. Ctrl-C ends it at once; before the first step nothing is left."""
@@ -725,7 +702,7 @@ def test_a_tracker_that_fails_in_the_middle_ends_the_run(command, monkeypatch):
 
 
 @pytest.mark.case(33)
-@each(EVERY)
+@pytest.mark.parametrize("algo", EVERY.split())
 def test_a_loss_that_is_not_finite_stops_before_the_step(algo, command, monkeypatch):
     calls = []
     backward = accelerate.Accelerator.backward
@@ -756,7 +733,7 @@ def test_fp16_of_the_launcher(command, here, monkeypatch, bf16):
 
 
 @pytest.mark.case(35)
-@each(SAMPLED)
+@pytest.mark.parametrize("algo", SAMPLED.split())
 def test_logits_that_are_not_finite_while_sampling(algo, command):
     """Greedy decoding by argmax would take them for token 0."""
     flags = "--eval-every 1 --eval-temperature 0"
@@ -768,7 +745,7 @@ def test_logits_that_are_not_finite_while_sampling(algo, command):
 
 
 @pytest.mark.case(36, TEXT)
-@each(TEXT)
+@pytest.mark.parametrize("algo", TEXT.split())
 def test_weights_that_are_not_finite(algo, command):
     """Told by the first sample, score or step."""
     with pytest.raises(FloatingPointError, match="not finite|loss nan"):

@@ -22,7 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from harness import ROOT, launch, same, torchrun
+from harness import ROOT, by_default, launch, same, torchrun
 from helpers import log, pad_more, recorded, same_record, same_run, samples
 from test_ppo_modes import save_classifier
 from test_rollouts import tool
@@ -172,7 +172,7 @@ def play(job):
     with pytest.MonkeyPatch.context() as context, ExitStack() as stack:
         context.setattr(identity, "imported_files", lambda: [])  # pytest has loaded other files than torchrun
         for name in job.get("patches", ()):
-            stack.enter_context(PATCHES[name](context, script, job))
+            stack.enter_context(globals()[name](context, script, job))
         with suppress(Stop):
             script.main(script.Args(run_dir=job["run_dir"], **flags))
 
@@ -285,9 +285,6 @@ def fault(context, script, job):
 
     context.setattr(owner, "forward", failing)
     yield
-
-
-PATCHES = {f.__name__: f for f in (wide, shuffled, witness, fault)}
 
 
 def same_result(run, expected):
@@ -458,8 +455,8 @@ def test_several_processes_equal_one(base, several, case, processes):
 
 
 @pytest.mark.case(17)
-@pytest.mark.parametrize("algo", ["ppo", *(pytest.param(x, marks=pytest.mark.slow) for x in SCRIPTS if x != "ppo")])
-def test_runs_go_on_with_another_number_of_processes(base, several, job, algo, tmp_path):
+@by_default("ppo")
+def test_runs_go_on_with_another_number_of_processes(base, several, job, algo):
     folder, done = several(2)
     run = folder / "parts" / algo
     steps = [line["step"] for line in log(run)]
@@ -478,9 +475,8 @@ FAILURES = [  # how, in which process, what is printed
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("how", "rank", "printed"), FAILURES)
-@pytest.mark.parametrize("algo", SCRIPTS)
+@by_default()
 def test_a_process_that_ends_early_ends_all_and_the_run_goes_on(several, job, tmp_path, algo, how, rank, printed):
     """By an error in a forward pass, by a kill, by SIGTERM to it, and by SIGTERM to torchrun."""
     whole = several(2)[0] / algo

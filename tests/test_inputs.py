@@ -410,8 +410,12 @@ def test_metrics_that_are_refused():
 @pytest.mark.parametrize("error", [KeyError("answer"), KeyboardInterrupt(), Stopped(143)], ids=repr)
 def test_what_a_function_raises_keeps_its_class(error):
     """A traceback ends with the function's name. Whoever ends the run may do so while the function runs."""
+
+    def score(outputs):
+        raise error
+
     with pytest.raises(type(error)) as raised:
-        call_function(Mock(side_effect=error), "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
+        call_function(score, "r.py:f", [{"prompt": "b"}], {"outputs": ["c"]})
     notes = ["in a call of r.py:f"] if isinstance(error, Exception) else []
     assert raised.value is error and getattr(error, "__notes__", []) == notes
 

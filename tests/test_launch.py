@@ -250,10 +250,6 @@ def test_peak_memory():
 @pytest.mark.parametrize("words", ["CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "bad_alloc"])
 def test_errors_of_libraries_without_memory(words):
     """Whole runs, and the words of the CPU: test_faults.py."""
-
-    @closes_run
-    def main(args):
-        raise RuntimeError(f"of a library: {words}")
-
+    main = closes_run(Mock(side_effect=RuntimeError(f"of a library: {words}")))
     with pytest.raises(InputError, match=f"^out of memory: lower --micro-batch-size or .*\n  of a library: {words}$"):
         main(SimpleNamespace(threads=1, seed=1, deterministic=False))

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, tracking
-from harness import ALGOS, ROOT, flags, lines
-from harness import launch as launched
+from harness import ALGOS, ROOT, flags, launch, lines
 from helpers import TEMPLATE, add_specials, log, recorded, samples, save, user, weights
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
@@ -36,8 +35,6 @@ from common.cli import parse
 from common.identity import VERSION, environment
 from common.lm import load
 from common.lm.tokens import encode_prompts
-from common.report import draw_curves
-from common.run import Run
 
 each_script = pytest.mark.parametrize("algo", ALGOS)
 PAIRS = "rewards/chosen rewards/rejected rewards/margins rewards/accuracies"
@@ -133,8 +130,7 @@ def quality(algo, record, prefix="eval/"):
 @pytest.fixture
 def typed(work, tmp_path, monkeypatch):
     """typed(algo, words, folder) -> what main returns, in this process and an empty directory; `run` is its place."""
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
     def run(algo, words, *more):
@@ -157,11 +153,8 @@ def means(algo, rows):
 
 def test_the_lowest_error_rate_is_the_best(gpt2_dir, tmp_path, capsys):
     rates = [0.5, 0.2, 0.4, 0.9]
-
-    def wer(outputs):
-        return {"wer": [rates.pop(0)] * len(outputs)}
-
-    flags = {"eval_dataset": None, "eval_prompts": [{"prompt": "a"}] * 2, "metric": wer, "lower_is_better": True}
+    flags = {"eval_dataset": None, "eval_prompts": [{"prompt": "a"}] * 2, "lower_is_better": True}
+    flags |= {"metric": lambda outputs: {"wer": [rates.pop(0)] * len(outputs)}}
     _, run_dir = short_sft(gpt2_dir, tmp_path / "run", eval_every=1, max_new_tokens=4, **flags)
     state = json.loads((max((run_dir / "checkpoints").iterdir()) / "state.json").read_text())
     assert (state["best_step"], state["best_score"]) == (1, -0.2)
@@ -404,8 +397,7 @@ def test_evaluations_change_nothing_of_the_training(algo, typed, whole):
 @pytest.mark.parametrize("algo", ["sft", "dpo"])
 def test_samples_without_a_metric(algo, typed, capsys):
     """Of --eval-prompts: shown, and in no metric. They choose no best model."""
-    words = "--metric None --eval-dataset None --total-steps 2 --eval-every 2 --run-dir run"
-    metrics, folder = typed(algo, words)
+    metrics, folder = typed(algo, "--metric None --eval-dataset None --total-steps 2 --eval-every 2 --run-dir run")
     found = samples(folder)
     assert [row["step"] for row in found] == [0] * 5 + [2] * 5
     columns = [name for name in COLUMNS[algo].split() if name != "vowels"]
@@ -437,9 +429,8 @@ def test_a_tracker_gets_metrics_samples_and_images(typed, work, monkeypatch):
     tracker.name = "wandb"
     monkeypatch.setattr(tracking, "filter_trackers", lambda names, folder: names)
     monkeypatch.setattr(Accelerator, "init_trackers", lambda self, *args: self.trackers.append(tracker))
-    sets = f"{work}/captions.jsonl,{work}/eval.jsonl"
-    words = f"--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset {sets}"
-    _, folder = typed("ddpo", words)
+    words = "--metric None --run-dir run --num-epochs 3 --track wandb --eval-dataset"
+    _, folder = typed("ddpo", words, f"{work}/captions.jsonl,{work}/eval.jsonl")
 
     def got(method):
         """[(step, what it was)] of the calls of a method."""
@@ -520,7 +511,7 @@ def test_the_time_left_is_of_iterations(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(run_module, "seed_libraries", lambda seed: None)
-    run = Run.__new__(Run)
+    run = run_module.Run.__new__(run_module.Run)
     run.args = SimpleNamespace(check=False, seed=1)
     run.kept = SimpleNamespace(iteration=3)  # it continues
     run.__dict__ |= {"main": True, "first_step": 6, "num_iterations": 8, "steps_per_iteration": 2, "total_steps": 16}
@@ -536,7 +527,7 @@ def test_the_time_left_is_of_iterations(monkeypatch, capsys):
 def test_libraries_are_silent(algo, word, work, tmp_path):
     """Nothing on stderr, where warnings of parts that nothing here uses look like a broken installation."""
     argv = [ROOT / f"algos/{algo}.py", *flags(work, algo), word, "--check", "--lora-r=2"]
-    done = launched([sys.executable], argv, tmp_path, work)
+    done = launch([sys.executable], argv, tmp_path, work)
     assert (done.returncode, done.stderr) == (0, "") and "check passed" in done.stdout
 
 
@@ -554,7 +545,7 @@ def test_panels_of_a_run(monkeypatch, tmp_path):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
     title = "ppo-0123abcd: $x_" + "a/" * 99
-    draw_curves(PPO, ["eval/reward", *IN_STATUS], title, tmp_path / "curve.png")
+    report.draw_curves(PPO, ["eval/reward", *IN_STATUS], title, tmp_path / "curve.png")
     [figure] = figures
     assert figure.get_suptitle() == title[:80]
     assert all(float(tick).is_integer() for panel in figure.axes for tick in panel.get_xticks())
@@ -604,16 +595,13 @@ def test_a_card(monkeypatch):
         assert found["command"] == f"{launcher} algos/ppo.py --run-dir 'a b'"
 
 
-NASTY = ["a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;"]
-
-
 def test_samples_and_names_of_columns_are_no_markup():
     """What a model writes is shown as it is, but for the middle of long texts; control characters are written out."""
     text = report.table_of([{"acc[/x]": 1.0, "[bold]": 2.0, "\x1b]0;pwn\x07": 3.0}], width=116)
     assert "acc[/x]" in text and "[bold]" in text and "\x1b" not in text and "\\x1b]0;pwn\\x07" in text
     cells = [report.cell_text(value) for value in ("p" * 200, "p" * 150 + "q" * 51, " \n", None, "")]
     assert cells == ["p" * 200, "p" * 100 + " ... " + "p" * 49 + "q" * 51, " \\n", "not finite", ""]
-    for text in NASTY:
+    for text in "a|b", "``` x ```", "![](http://x/y.png)", "two\nlines\r\n", " a ", "\x1b[31m\ud800", "&amp;":
         shown = text.encode("unicode_escape").decode() if not text.isprintable() else text
         sample = {"step": 4, "prompt": text, "output": text, "reward": 0.12345}
         card = report.model_card(ENV, [], [], [sample], usage="print(1)")

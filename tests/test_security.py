@@ -30,12 +30,13 @@ class Bomb:
 
 @pytest.fixture
 def marker(tmp_path):
-    """The bomb works: a plain load writes the marker."""
+    """The bomb works: a plain load writes the marker, which the test does not."""
     path = tmp_path / "marker"
     pickle.loads(pickle.dumps(Bomb(path)))
     assert path.exists()
     path.unlink()
-    return path
+    yield path
+    assert not path.exists()
 
 
 @pytest.mark.case(59)
@@ -47,7 +48,7 @@ def test_a_model_of_pickles(script, gpt2_dir, marker, tmp_path):
     torch.save(Bomb(marker), tmp_path / "model/pytorch_model.bin", _use_new_zipfile_serialization=is_archive)
     with pytest.raises(InputError, match="--model .*model cannot be loaded"):
         run(script, tmp_path / "model", tmp_path / "run")
-    assert not marker.exists() and not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.case(59, "ppo reward")
@@ -60,7 +61,6 @@ def test_an_adapter_of_pickles(gpt2_dir, marker, tmp_path):
             run(script, adapter, tmp_path / "run")
     with pytest.raises(InputError, match="--reward .*cannot be loaded"):
         run(ppo, gpt2_dir, tmp_path / "run", reward=str(adapter))
-    assert not marker.exists()
 
 
 @pytest.mark.case(59, "ddpo")
@@ -72,7 +72,6 @@ def test_a_pipeline_of_pickles(build_pipeline, marker, tmp_path):
     given = {"dataset": [{"prompt": "a"}], "reward": lambda images, prompts: [0.0], "run_dir": str(tmp_path / "run")}
     with pytest.raises(InputError, match="--model .*pipeline cannot be loaded"):
         ddpo.main(ddpo.Args(model=str(tmp_path / "pipeline"), **given))
-    assert not marker.exists()
 
 
 @pytest.mark.case(59, "sft")
@@ -87,7 +86,6 @@ def test_checkpoints_of_pickles(gpt2_dir, marker, tmp_path):
     torch.save(Bomb(marker), newest / "optim.safetensors")
     with pytest.raises(SafetensorError):
         run(sft, gpt2_dir, tmp_path / "next", resume=str(newest), total_steps=5)
-    assert not marker.exists()
 
 
 @pytest.mark.case(59, "sft")
@@ -96,7 +94,7 @@ def test_a_dataset_of_pickles(suffix, gpt2_dir, marker, tmp_path):
     torch.save(Bomb(marker), tmp_path / f"rows{suffix}")
     with pytest.raises(InputError, match="--dataset "):
         run(sft, gpt2_dir, tmp_path / "run", dataset=str(tmp_path / f"rows{suffix}"), eval_dataset=DATA[sft])
-    assert not marker.exists() and not (tmp_path / "run").exists()
+    assert not (tmp_path / "run").exists()
 
 
 EVIL = """

@@ -8,7 +8,7 @@ LIMITS = {
     "common/, code": 2901,
     "algos/": 4997,
     "ppo.py in one file": 4521,
-    "tests/": 15537,
+    "tests/": 15395,
     "benchmarks/, with .sh": 7016,
 }
 
